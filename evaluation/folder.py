@@ -17,8 +17,10 @@ from filelock import FileLock, Timeout
 
 from hf_blend.errors import ConfigError
 
-SETTINGS, LINES, SUMMARY = "settings.json", "answers.jsonl", "summary.json"
-Place = tuple[Any, ...]  # what tells a line from all others
+SETTINGS = "settings.json"
+LINES = "answers.jsonl"
+SUMMARY = "summary.json"
+Key = tuple[Any, ...]  # what tells a line from all others
 KEYS = ("task", "model", "method", "ratio", "id")
 
 
@@ -42,7 +44,7 @@ class RunFolder:
             raise ConfigError(f"another run is writing to {str(self.path)!r}. Wait, or give another folder.") from None
         try:
             self._check()
-            self.lines = {place_of(line): line for line in self._read()}
+            self.lines = {key_of(line): line for line in self._read()}
         except BaseException:
             self._lock.release()
             raise
@@ -58,7 +60,7 @@ class RunFolder:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        self.lines |= {place_of(line): line for line in lines}
+        self.lines |= {key_of(line): line for line in lines}
 
     def write(self, name: str, text: str) -> None:
         """Put a file into the folder, whole or not at all."""
@@ -110,12 +112,12 @@ def whole_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 def _answer(text: bytes) -> dict[str, Any]:
     line: dict[str, Any] = json.loads(text)
-    hash(place_of(line))
+    hash(key_of(line))
     if not math.isfinite(line.get("score", 0)):  # some runs measure without scoring
         raise ValueError(f"the score is {line['score']}")
     return line
 
 
-def place_of(line: Mapping[str, Any]) -> Place:
+def key_of(line: Mapping[str, Any]) -> Key:
     """What tells an answer from all others of a run."""
     return tuple(line[key] for key in KEYS)

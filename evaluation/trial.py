@@ -5,12 +5,12 @@
 Every sample is answered by all methods, full prefill first, before the next one begins: what is measured side by side
 is measured under the same conditions, and a stopped run has whole comparisons. Before that, every chunk is computed
 once, and each method keeps what it would have kept, so that none pays for it. With a batch, samples are answered side
-by side and the first `TIMED` also alone, by all methods in turn, for the time to the first token.
+by side, and the time to the first token is that of the batch.
 """
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,13 @@ from hf_blend.errors import ConfigError
 from .answering import divergence
 from .blending import make_method, variants
 from .bundled import REAL, load_model
-from .folder import RunFolder, place_of
+from .folder import RunFolder, key_of
 from .methods.base import EvalMethod, Outcome
 from .scores.base import Score
 from .tasks.base import Sample, Shape, Task
 
 FULL = "full-prefill"
 WARM = "full-reuse"
-TIMED = 10  # samples that are answered alone too, where others are answered side by side
-ADDED = {"partial", "times_batches"}  # settings that runs without them did not note
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,6 @@ class EvalConfig:
     device: str = "cpu"
     most_chunks: int | None = None
     partial: float | None = None
-    times_batches: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what cannot run, before anything is loaded."""
@@ -83,18 +80,24 @@ class EvalConfig:
     @property
     def settings(self) -> dict[str, Any]:
         """What must be the same for two runs to be one."""
-        versions = {"hf_blend": hf_blend.__version__, "torch": torch.__version__}
-        settings = {name: value for name, value in asdict(self).items() if name not in ADDED or value}
-        record = {**settings, "threads": torch.get_num_threads(), "versions": versions}
-        named = (*self.tasks, *(name.partition(":")[0] for name, _ in self.variants()))
-        paths = [name for name in named if name.endswith(plugins.FILE)]
-        digests = {path: hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest()[:16] for path in paths}
-        return {**record, "files": digests} if digests else record
+        files = {}
+        for name in (*self.tasks, *(method for method, _ in self.variants())):
+            path = name.partition(":")[0]
+            if path.endswith(plugins.FILE):
+                files[path] = hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest()[:16]
+        return {
+            **asdict(self),
+            "threads": torch.get_num_threads(),
+            "versions": {"hf_blend": hf_blend.__version__, "torch": torch.__version__},
+            "files": files,
+        }
 
     def variants(self) -> list[tuple[str, float | None]]:
         """Every method with every ratio that it takes, full prefill first."""
-        names = (FULL, *self.methods)
-        return list(dict.fromkeys(variant for name in names for variant in variants(name, self.ratios)))
+        listed: dict[tuple[str, float | None], None] = {}
+        for name in (FULL, *self.methods):
+            listed |= dict.fromkeys(variants(name, self.ratios))
+        return list(listed)
 
 
 def run(
@@ -111,7 +114,7 @@ def run(
         for task_name in config.tasks:
             task = load_task(config, task_name, tokenizer)
             samples = task.samples(config.limit, config.shape())
-            bench = _Bench(config, (task_name, name), task, model, tokenizer, folder)
+            bench = _Bench(config, task_name, name, task, model, tokenizer, folder)
             parts = [samples[first : first + config.batch] for first in range(0, len(samples), config.batch)]
             for batch in progress(iter(parts), len(parts)) if progress else parts:
                 bench.answer(batch)
@@ -122,87 +125,82 @@ def _is_complete(config: EvalConfig, model: str, folder: RunFolder) -> bool:
     if config.limit is None:
         return False
     expected = config.limit * len(config.variants())
-    counts = [sum(place[:2] == (task, model) for place in folder.lines) for task in config.tasks]
-    return all(count >= expected for count in counts)
+    for task in config.tasks:
+        if sum(key[:2] == (task, model) for key in folder.lines) < expected:
+            return False
+    return True
 
 
 def load_task(config: EvalConfig, name: str, tokenizer: Any) -> Task:
     """Return a task of a run."""
     data = dict(config.data).get(name)
-    made: Task = plugins.load("evaluation.tasks", name)(tokenizer, Path(data) if data else None, config.seed)
-    return made
+    task: Task = plugins.load("evaluation.tasks", name)(tokenizer, Path(data) if data else None, config.seed)
+    return task
 
 
 class _Bench:
     def __init__(
         self,
         config: EvalConfig,
-        names: tuple[str, str],
+        task_name: str,
+        model_name: str,
         task: Task,
         model: nn.Module,
         tokenizer: Any,
         folder: RunFolder,
     ) -> None:
-        self._config, self._names, self._folder = config, names, folder
+        self._names = (task_name, model_name)
+        self._folder = folder
         store = config.open_store()
-        setting = (model, tokenizer, store, task.max_new_tokens)
-        self._variants: list[tuple[str, float | None, EvalMethod]] = [
-            (name, ratio, make_method(name, ratio, *setting)) for name, ratio in config.variants()
-        ]
+        self._methods: dict[tuple[str, float | None], EvalMethod] = {}
+        for name, ratio in config.variants():
+            self._methods[name, ratio] = make_method(name, ratio, model, tokenizer, store, task.max_new_tokens)
         self._warm = make_method(WARM, None, model, tokenizer, store, 1)
-        rules = dict.fromkeys((task.score, *task.also))
-        self._rules: dict[str, Score] = {name: plugins.load("evaluation.scores", name)(tokenizer) for name in rules}
-        self._score, self._done = task.score, 0
+        self._score = task.score
+        self._rules: dict[str, Score] = {}
+        for rule in (task.score, *task.also):
+            self._rules[rule] = plugins.load("evaluation.scores", rule)(tokenizer)
 
     def answer(self, samples: Sequence[Sample]) -> None:
         """Answer some samples by every method that has not answered them yet."""
-        stored = self._folder.lines
-        missing = [
-            sample
-            for sample in samples
-            if any((*self._names, *variant[:2], sample.id) not in stored for variant in self._variants)
-        ]
-        is_timed_alone = len(missing) > 1 and not self._config.times_batches
-        alone = {sample.id for sample in samples[: max(0, TIMED - self._done)] if is_timed_alone}
-        self._done += len(samples)
+        missing = []
+        for sample in samples:
+            if any((*self._names, *variant, sample.id) not in self._folder.lines for variant in self._methods):
+                missing.append(sample)
         if not missing:
             return
-        counted = self._warm.answer(missing)
-        for *_, method in self._variants:
-            method.warm(missing)
-        full = self._variants[0][2].answer(missing)
-        full_ids = [outcome.ids for outcome in full]
-        lines = []
-        for name, ratio, method in self._variants:
-            outcomes = self._answered(method, missing, full_ids)
-            # a method that answers samples alone did so just now, and knows the beginning that it keeps
-            timed = alone if method.answers_together else ()
-            times = [method.answer([sample])[0].ttft_ms if sample.id in timed else None for sample in missing]
-            if name == FULL:
-                full = outcomes
-            for sample, outcome, right, time_ms, warm in zip(missing, outcomes, full, times, counted, strict=True):
-                lines.append(self._line(name, ratio, sample, outcome, right, time_ms, warm))
-        self._folder.add([line for line in lines if place_of(line) not in self._folder.lines])
 
-    @staticmethod
-    def _answered(method: EvalMethod, samples: Sequence[Sample], targets: list[tuple[int, ...]]) -> list[Outcome]:
-        if method.answers_together:
-            return method.answer(samples, targets)
-        return [method.answer([sample], [ids])[0] for sample, ids in zip(samples, targets, strict=True)]
+        # Compute every chunk, and let each method keep what it would have kept
+        warmed = self._warm.answer(missing)
+        for method in self._methods.values():
+            method.warm(missing)
+        first = self._methods[FULL, None].answer(missing)
+
+        # Answer by all methods, in turn, and run full prefill's answer through each
+        targets = [outcome.ids for outcome in first]
+        full: list[Outcome] = []
+        lines = []
+        for (name, ratio), method in self._methods.items():
+            if method.answers_together:
+                outcomes = method.answer(missing, targets)
+            else:
+                outcomes = []
+                for sample, ids in zip(missing, targets, strict=True):
+                    outcomes += method.answer([sample], [ids])
+                if len(missing) > 1:  # beside times of a batch these would mean something else
+                    outcomes = [replace(outcome, ttft_ms=None) for outcome in outcomes]
+            full = full or outcomes
+            for sample, outcome, right, warm in zip(missing, outcomes, full, warmed, strict=True):
+                line = self._line(name, ratio, sample, outcome, right, warm)
+                if key_of(line) not in self._folder.lines:
+                    lines.append(line)
+        self._folder.add(lines)
 
     def _line(
-        self,
-        name: str,
-        ratio: float | None,
-        sample: Sample,
-        outcome: Outcome,
-        full: Outcome,
-        time_ms: Any,
-        warm: Outcome,
+        self, name: str, ratio: float | None, sample: Sample, outcome: Outcome, full: Outcome, warm: Outcome
     ) -> dict[str, Any]:
         scores = {rule: score.best(outcome.text, sample.answers) for rule, score in self._rules.items()}
         kl, top1 = agreement(outcome.logits, full.logits)
-        own_ms = outcome.batch_ttft_ms if self._config.times_batches else outcome.ttft_ms
         return {
             "task": self._names[0],
             "model": self._names[1],
@@ -213,7 +211,7 @@ class _Bench:
             "answers": list(sample.answers),
             "score": scores[self._score],
             "scores": scores,
-            "ttft_ms": own_ms if time_ms is None else time_ms,
+            "ttft_ms": outcome.ttft_ms,
             "charged_budget": outcome.charged_budget,
             "prompt_tokens": outcome.prompt_tokens,
             "reused_tokens": outcome.reused_tokens,
@@ -226,11 +224,11 @@ class _Bench:
 
 
 def agreement(logits: Tensor | None, full: Tensor | None) -> tuple[float | None, float | None]:
-    """How near a method is to a full prefill over the full prefill's answer.
+    """How near a method is to a full prefill over the full prefill's answer: KL divergence, share of equal top tokens.
 
     Shapes: logits `[tokens, vocabulary]`.
     """
     if logits is None or full is None or logits.shape != full.shape or not len(full):
         return None, None
-    kl, is_same = divergence(logits, full), full.argmax(-1) == logits.argmax(-1)
-    return float(kl.mean()), float(is_same.float().mean())
+    is_same = full.argmax(-1) == logits.argmax(-1)
+    return float(divergence(logits, full).mean()), float(is_same.float().mean())

@@ -78,7 +78,7 @@ def cacheblend(base: EvalConfig, is_small: bool = False) -> list[Figure]:
                tuple((f"{count} chunks", replace(compared, chunk_tokens=CUT, most_chunks=count))
                      for count in few((2, 4, CHUNKS, 16)))),
         Figure("batch", "Prompts answered together: the time is that of the batch (figure 15)",
-               tuple((f"batch of {size}", replace(compared, batch=size, times_batches=True))
+               tuple((f"batch of {size}", replace(compared, batch=size))
                      for size in few((1, 2, 4)))),
         Figure("storage", "Rate of the storage that chunks are read from (figure 17)",
                tuple((f"{rate} GB/s", ReadAtRate(**vars(compared), read_gb_s=rate)) for rate in few((0.5, 1.0, 4.0)))),

@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -42,7 +42,6 @@ class Outcome:
     loaded_chunks: int = 0
     read_bytes: int = 0
     logits: Tensor | None = None
-    batch_ttft_ms: float | None = None
 
 
 class EvalMethod(ABC):
@@ -81,54 +80,59 @@ class EvalMethod(ABC):
     def generate(
         self, inputs: dict[str, Tensor], cache: Cache, targets: Sequence[Sequence[int]] | None, started: float
     ) -> list[Outcome]:
-        """Generate greedily with a cache, then run the wanted answers through the same cache.
+        """Generate greedily with a cache, then run the expected answers through the same cache.
 
         Shapes: inputs `[batch, tokens]`.
         """
         width, streamer = inputs["input_ids"].shape[1], AnswerStreamer(started=started)
         if targets is not None:
             cache.activate_past_recording()  # or windows could not be cropped
-        made = self.model.generate(
-            **inputs, **cache_argument(self.model, cache), do_sample=False, max_new_tokens=self.max_new_tokens,
-            streamer=streamer, output_logits=True, return_dict_in_generate=True, pad_token_id=self._pad,
-        )  # fmt: skip
-        logits: list[Any] = [None] * width
+        output = self.model.generate(
+            **inputs,
+            **cache_argument(self.model, cache),
+            do_sample=False,
+            max_new_tokens=self.max_new_tokens,
+            streamer=streamer,
+            output_logits=True,
+            return_dict_in_generate=True,
+            pad_token_id=self._pad,
+        )
+        logits: list[Any] = [None] * len(output.sequences)
         if targets is not None:
-            logits = self._over(inputs, cache, targets, made.logits[0])
+            logits = self._forced_logits(inputs, cache, targets, output.logits[0])
         outcomes = []
-        for row, ids in enumerate(made.sequences[:, width:].tolist()):
-            own = self._until_end(ids)
-            text = self._text(int(inputs["input_ids"][row, -1]), own)
+        for row, ids in enumerate(output.sequences[:, width:].tolist()):
+            answer = self._until_end(ids)
+            text = self._text(int(inputs["input_ids"][row, -1]), answer)
             tokens = int(inputs["attention_mask"][row].sum())
-            time_ms = streamer.ttft_ms if len(made.sequences) == 1 else None
-            outcome = Outcome(text, tuple(own), time_ms, 1.0, tokens, logits=logits[row])
-            outcomes.append(replace(outcome, batch_ttft_ms=streamer.ttft_ms))
+            outcomes.append(Outcome(text, tuple(answer), streamer.ttft_ms, 1.0, tokens, logits=logits[row]))
         return outcomes
 
     def _text(self, last: int, ids: list[int]) -> str:
         """What an answer adds to a prompt that ends in a token, a space in front included; blank lines left out."""
-        decode = partial(self.tokenizer.decode, skip_special_tokens=True)
-        before, whole = decode([last]), decode([last, *ids])
+        before = self.tokenizer.decode([last], skip_special_tokens=True)
+        whole = self.tokenizer.decode([last, *ids], skip_special_tokens=True)
         text = whole.removeprefix(before)
         if not whole.startswith(before):
-            text = decode(ids)
+            text = self.tokenizer.decode(ids, skip_special_tokens=True)
         return re.sub(r"^\s*\n", "", text).rstrip()
 
     @property
     def _pad(self) -> int:
-        pad, ends = getattr(self.tokenizer, "pad_token_id", None), ends_of(self.model)
-        return pad if pad is not None else ends[0] if ends else 0
+        pad = getattr(self.tokenizer, "pad_token_id", None)
+        return next((token for token in (pad, *ends_of(self.model)) if token is not None), 0)
 
     def _until_end(self, ids: list[int]) -> list[int]:
-        """An answer up to its end token; what stands behind is padding."""
-        places = [ids.index(end) + 1 for end in ends_of(self.model) if end in ids]
-        return ids[: min(places, default=len(ids))]
+        """An answer up to its end token; what is behind is padding."""
+        stops = [ids.index(end) + 1 for end in ends_of(self.model) if end in ids]
+        return ids[: min(stops, default=len(ids))]
 
-    def _over(
+    def _forced_logits(
         self, inputs: dict[str, Tensor], cache: Cache, targets: Sequence[Sequence[int]], first: Tensor
     ) -> list[Tensor]:
-        """Logits of each wanted answer's tokens: the first ones are known, the others take one more forward."""
-        width, most = inputs["input_ids"].shape[1], max(map(len, targets))
+        """Logits of each forced answer's tokens: the first ones are known, the others take one more forward."""
+        width = inputs["input_ids"].shape[1]
+        most = max(len(ids) for ids in targets)
         cache.crop(width - cache.get_seq_length())
         padded = torch.tensor([[*ids, *[0] * (most - len(ids))] for ids in targets], device=first.device)
         parts = [first.float()[:, None]]
@@ -150,20 +154,27 @@ class Blended(EvalMethod):
         started = time.perf_counter()
         cache = BlendCache(self.model, self.keeper(), self.config)
         prompts = [self.prompt(sample) for sample in samples]
-        pieces: dict[str, Any] = {
-            name: [getattr(prompt, name) for prompt in prompts] for name in ("prefix", "chunks", "question")
-        }
-        outcomes = self.generate(cache.inputs(self.tokenizer, **pieces), cache, targets, started)
-        report, count = cache.report, len(samples)  # the figures of a batch are shared out evenly
+        inputs = cache.inputs(
+            self.tokenizer,
+            prefix=[prompt.prefix for prompt in prompts],
+            chunks=[prompt.chunks for prompt in prompts],
+            question=[prompt.question for prompt in prompts],
+        )
+        outcomes = self.generate(inputs, cache, targets, started)
+        report = cache.report
+        count = len(samples)  # the figures of a batch are shared out evenly
         reused = (report.reusable_tokens + report.exact_tokens) // count
+        read_bytes = reused * self.token_bytes
+        if report.partial:
+            read_bytes = int(report.partial["loaded_bytes"])
         figures: dict[str, Any] = {
             "charged_budget": report.charged_budget,
             "reused_tokens": reused,
-            "read_bytes": int(report.partial["loaded_bytes"]) if report.partial else reused * self.token_bytes,
+            "read_bytes": read_bytes,
             "computed_chunks": report.computed_chunks // count,
             "loaded_chunks": report.loaded_chunks // count,
         }
-        return [replace(prompt, **figures) for prompt in outcomes]
+        return [replace(outcome, **figures) for outcome in outcomes]
 
     def keeper(self) -> Any:
         """The store that the cache reads; a method may put something in front of it."""
