@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 CHECKING = "Checking which model this is, by all its weights, and whether it is exact: once for each run."
 COST = "First token after {:.2f} s: {reused_tokens} of {prompt_tokens} tokens reused, {recomputed_tokens} recomputed."
-SAMPLE = 20_000  # letters that are searched for words that a model does not know
 
 
 def read(names: Sequence[str]) -> "Corpus":
@@ -70,17 +69,12 @@ def load(source: "ModelSource", store: "ChunkStore | None" = None, blends: bool 
 
 
 def split(corpus: "Corpus", source: "ModelSource", chunk_tokens: int) -> "list[Piece]":
-    """Split documents, and say what a model does not know; without documents, give the bundled handbook's pages."""
-    from hf_blend.evaluation.documents import unknown_words
+    """Split documents; without any, give the bundled handbook's pages."""
     from hf_blend.evaluation.indexing import bundled_pieces
     from hf_blend.evaluation.retrieving import Splitter
 
     if not corpus.documents:
         return list(bundled_pieces(source.tokenizer))
-    sample = "\n".join(document.text[:SAMPLE] for document in corpus.documents)[:SAMPLE]
-    warning = unknown_words(source.tokenizer, sample)
-    if warning:
-        say(f"{warning} Name another with --model.")
     return Splitter(source.tokenizer, chunk_tokens).split_all(corpus.documents)
 
 

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from hf_blend.errors import HfBlendError, PromptError, import_extra
-from hf_blend.prompt.pieces import tokenize
 
 from .rows import CHUNKS, read_row
 
@@ -46,7 +45,6 @@ NAMES = ("title", "name", "id")  # of a row in a JSONL file, the first that it h
 MAX_TITLE = 200  # characters of a title that are part of a name
 MAX_REASON = 200  # characters of another library's message
 MOST_NAMED = 5  # files that are named one by one
-UNKNOWN_SHARE = 0.2  # of the words, from which on it is said
 NO_TEXT = "it holds no text"
 
 
@@ -255,18 +253,3 @@ def printable(text: str) -> str:
         else:
             letters.append(letter.encode("unicode_escape").decode())
     return "".join(letters)
-
-
-def unknown_words(tokenizer: Any, text: str) -> str:
-    """Say so if many words of a text are unknown to a tokenizer; else nothing."""
-    unknown = getattr(tokenizer, "unk_token_id", None)
-    if unknown is None:
-        return ""
-    ids = tokenize(tokenizer, text)
-    share = ids.count(unknown) / max(1, len(ids))
-    if share < UNKNOWN_SHARE:
-        return ""
-    return (
-        f"This model knows {len(tokenizer)} words, and {share:.0%} of yours are not among them: its answers mean "
-        "nothing here."
-    )

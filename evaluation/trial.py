@@ -9,6 +9,7 @@ by side, and the time to the first token is that of the batch.
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -125,10 +126,8 @@ def _is_complete(config: EvalConfig, model: str, folder: RunFolder) -> bool:
     if config.limit is None:
         return False
     expected = config.limit * len(config.variants())
-    for task in config.tasks:
-        if sum(key[:2] == (task, model) for key in folder.lines) < expected:
-            return False
-    return True
+    answered = Counter(key[:2] for key in folder.lines)
+    return all(answered[task, model] >= expected for task in config.tasks)
 
 
 def load_task(config: EvalConfig, name: str, tokenizer: Any) -> Task:

@@ -18,7 +18,7 @@ from hf_blend.errors import ConfigError, MissingExtraError, PromptError, Unsuppo
 from hf_blend.evaluation.asking import Pipeline
 from hf_blend.evaluation.bundled import REAL
 from hf_blend.evaluation.demo import drawing, model_cache, page
-from hf_blend.evaluation.demo.compare import DemoState, Panel, Passage, again, compare, streamed
+from hf_blend.evaluation.demo.compare import DemoState, Panel, Passage, compare, streamed
 from hf_blend.evaluation.demo.model_cache import ModelCache
 from hf_blend.evaluation.demo.request import (
     OPENING,
@@ -79,16 +79,11 @@ def test_compare_streams_three_answers_and_stores_pieces_once(bundled, store, qu
     assert f"0 pieces stored now, {pieces} before." in second.status
     assert [panel.text for panel in second.panels] == [panel.text for panel in last.panels]
 
-    *_, after = again(bundled, store, replace(query, recompute_ratio=0.5), Limits(), last)
-    assert after.panels[:2] == last.panels[:2]
-    assert sum(is_chosen for _, is_chosen in after.tokens) > chosen
-    assert after.panels[2].charged > blend.charged
 
-
-def test_again_answers_with_every_selector_that_is_offered(bundled, store, query):
+def test_selectors_that_are_offered_all_answer(bundled, store, query):
+    assert "explicit" not in selectors()
     for name in selectors():
-        request = replace(query, selector=name, recompute_ratio=0.1)
-        *_, state = again(bundled, store, request, Limits(), page.EMPTY)
+        *_, state = compare(bundled, store, replace(query, selector=name, recompute_ratio=0.1), Limits())
         assert state.panels[2].state == "done", name
 
 
@@ -231,7 +226,6 @@ def test_demo_turns_refusal_into_sentence(models, query):
     assert "last minute" in state.status
     *_, state = demo.ask(visitor("5.6.7.8"), REFERENCE, query)
     assert state.panels[2].state == "done"
-    assert list(demo.ask_again(visitor(), REFERENCE, query, page.EMPTY)) == [page.EMPTY]
 
 
 def test_visitor_of_believes_proxy_on_space_only(monkeypatch):

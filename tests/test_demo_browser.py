@@ -240,16 +240,8 @@ def test_asking_gives_three_answers_and_marks_what_was_recomputed(visit, artefac
     assert seen.answer("full reuse")
     assert "ms" in seen.panel("full reuse").locator(".hb-figures").inner_text()
     few = seen.chosen()
-    full = seen.panel("full prefill").inner_text()
-    slider = seen.page.locator("#hb-ratio input[type=range]")
-    slider.scroll_into_view_if_needed()
-    box = slider.bounding_box()
-    seen.page.mouse.click(box["x"] + box["width"] * 0.4, box["y"] + box["height"] / 2)
-    seen.chosen_more_than(few)
+    seen.page.locator("#hb-ratio input[type=number]").fill("0.9")
+    seen.ask()
     assert seen.answer("blend")
-    few = seen.chosen()
-    seen.page.locator("#hb-ratio input[type=number]").fill("0.9")  # typed, not dragged
-    seen.page.keyboard.press("Enter")
     seen.chosen_more_than(few)
-    assert seen.panel("full prefill").inner_text() == full
     seen.page.screenshot(path=artefacts / "answers.png", full_page=True)

@@ -84,16 +84,6 @@ def answer_three_ways(
     yield replace(state, status=" ".join(filter(None, sentences)))
 
 
-def again(
-    loaded: Loaded, store: ChunkStore, query: DemoRequest, limits: Limits, state: DemoState
-) -> Iterator[DemoState]:
-    """Answer once more by blending alone, after a setting was changed."""
-    pipeline = Pipeline(loaded.model, loaded.tokenizer, store)
-    question = prepare(loaded, query, limits)
-    method = Method("blend", query.config())
-    yield from _answer(pipeline, question, len(state.panels) - 1, method, limits.new_tokens, state)
-
-
 def _title(text: str) -> str:
     first = text.strip().partition("\n")[0].lstrip("# ")
     return shorten(first, TITLE_LETTERS, placeholder=" …") or first[:TITLE_LETTERS]

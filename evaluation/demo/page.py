@@ -4,7 +4,7 @@
 
 import base64
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from typing import Any
@@ -14,7 +14,7 @@ from hf_blend.errors import ConfigError, HfBlendError, PromptError, import_extra
 
 from ..bundled import REAL
 from . import drawing
-from .compare import DemoState, Panel, again, compare
+from .compare import DemoState, Panel, compare
 from .model_cache import ModelCache
 from .request import DemoRequest, first_request, handbook, page_questions, selectors
 from .visitors import PUBLIC, Visitors
@@ -60,34 +60,14 @@ class Demo:
             return replace(EMPTY, status=f"{error} {advice}".strip(), failed=True)
 
     def ask(self, request: Any, model: str, query: DemoRequest) -> Iterator[DemoState]:
-        """Answer three ways."""
-
-        def run(store: Any) -> Iterator[DemoState]:
-            return compare(self.models.get(model), store, query, self.visitors.limits)
-
-        yield from self._guarded(EMPTY, request, query, run)
-
-    def ask_again(self, request: Any, model: str, query: DemoRequest, state: DemoState) -> Iterator[DemoState]:
-        """Blend once more at another ratio or with another selector, if something was asked before."""
-
-        def run(store: Any) -> Iterator[DemoState]:
-            return again(self.models.get(model), store, query, self.visitors.limits, state)
-
-        if state.panels[0].state == "done":
-            yield from self._guarded(state, request, query, run)
-        else:
-            yield state
-
-    def _guarded(
-        self, before: DemoState, request: Any, query: DemoRequest, run: Callable[[Any], Iterator[DemoState]]
-    ) -> Iterator[DemoState]:
-        """Count the visitor, run, and turn a refusal into a state."""
+        """Count the visitor, answer three ways, and turn a refusal into a state."""
         try:
             self.visitors.admit(visitor_of(request))
             session = PUBLIC if query.documents == handbook() else request.session_hash or ""
-            yield from run(self.visitors.store(session))
+            loaded = self.models.get(model)
+            yield from compare(loaded, self.visitors.store(session), query, self.visitors.limits)
         except HfBlendError as error:
-            yield DemoState(before.panels, f"Sorry: {error}", failed=True)
+            yield replace(EMPTY, status=f"Sorry: {error}", failed=True)
 
 
 def visitor_of(request: Any) -> str:
@@ -157,11 +137,11 @@ def _form(gradio: Any, demo: Demo, state: DemoState) -> None:
         )
         button = gradio.Button("Ask three ways", variant="primary", elem_id="hb-ask", scale=1, min_width=150)
     values = _shown(state)
-    status = gradio.HTML(values[1], elem_id="hb-status", padding=False)
+    status = gradio.HTML(values[0], elem_id="hb-status", padding=False)
     with gradio.Column(elem_id="hb-panels", elem_classes="hb-panels"):
-        answers = [gradio.HTML(answer, padding=False) for answer in values[2:5]]
+        answers = [gradio.HTML(answer, padding=False) for answer in values[1:4]]
     gradio.HTML(CHOSEN, padding=False)
-    marked = gradio.HTML(values[5], elem_id="hb-documents", padding=False)
+    marked = gradio.HTML(values[4], elem_id="hb-documents", padding=False)
     with gradio.Row():
         ratio = gradio.Slider(0, 1, query.recompute_ratio, step=0.01, label="Recompute ratio", elem_id="hb-ratio")
         selector = gradio.Dropdown(
@@ -179,20 +159,14 @@ def _form(gradio: Any, demo: Demo, state: DemoState) -> None:
     )
 
     inputs = [model, documents, question, ratio, selector]
-    outputs = [gradio.State(state), status, *answers, marked]
+    outputs = [status, *answers, marked]
 
     def ask(request: gradio.Request, *values: Any) -> Iterator[tuple[Any, ...]]:
         for state in demo.ask(request, str(values[0] or ""), _request(*values[1:])):
             yield _shown(state)
 
-    def ask_again(request: gradio.Request, state: DemoState, *values: Any) -> Iterator[tuple[Any, ...]]:
-        for after in demo.ask_again(request, str(values[0] or ""), _request(*values[1:]), state):
-            yield _shown(after)
-
     gradio.on([button.click, question.submit], ask, inputs, outputs, api_name="ask", **QUEUE)
     private = {"api_visibility": "private"}
-    changed = [ratio.input, selector.input]
-    gradio.on(changed, ask_again, [outputs[0], *inputs], outputs, trigger_mode="always_last", **private, **QUEUE)
     taken = picked.input(lambda text: (text, None), [picked], [question, picked], **private)
     taken.then(ask, inputs, outputs, **private, **QUEUE)
 
@@ -207,4 +181,4 @@ def _request(
 def _shown(state: DemoState) -> tuple[Any, ...]:
     """The values of all outputs, in their order."""
     status = drawing.status(state.status, "error" if state.failed else "info")
-    return (state, status, *drawing.panels(state), drawing.marked(state))
+    return (status, *drawing.panels(state), drawing.marked(state))

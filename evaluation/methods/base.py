@@ -152,7 +152,7 @@ class Blended(EvalMethod):
     def answer(self, samples: Sequence[Sample], targets: Sequence[Sequence[int]] | None = None) -> list[Outcome]:
         """Reuse the chunks and recompute what the config says."""
         started = time.perf_counter()
-        cache = BlendCache(self.model, self.keeper(), self.config)
+        cache = BlendCache(self.model, self.store, self.config)
         prompts = [self.prompt(sample) for sample in samples]
         inputs = cache.inputs(
             self.tokenizer,
@@ -175,7 +175,3 @@ class Blended(EvalMethod):
             "loaded_chunks": report.loaded_chunks // count,
         }
         return [replace(outcome, **figures) for outcome in outcomes]
-
-    def keeper(self) -> Any:
-        """The store that the cache reads; a method may put something in front of it."""
-        return self.store
