@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 
 from hf_blend import BlendCache, ChunkStore, observer
+from hf_blend.model.hooks import hears_forwards
 from hf_blend.model.row_masks import row_lines
 from tests.conftest import random_pieces
-from tests.untouched import is_announcing
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 PIECES = {"prefix": [1, 4, 5], "chunks": [[*range(10, 40)], [*range(60, 85)]], "question": [5, 6, 7, 8]}
@@ -81,7 +81,7 @@ def prompt(tokens, seed=0, rows=1):
 def hooks(model):
     """How many hooks a model carries, without those by which living caches hear of its forwards."""
     kinds = [hooks for module in model.modules() for hooks in (module._forward_hooks, module._forward_pre_hooks)]
-    return sum(not is_announcing(hook) for hooks in kinds for hook in hooks.values())
+    return sum(not hears_forwards(hook) for hooks in kinds for hook in hooks.values())
 
 
 def apart(got, expected):

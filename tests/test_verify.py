@@ -14,7 +14,7 @@ from tiny_models import tiny_model
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention, eager_attention_forward
 
-from hf_blend.cache import healing, layers
+from hf_blend.cache import layers
 from hf_blend.cache.blend_cache import BlendCache
 from hf_blend.context import self_extend, sequence_cache, tables
 from hf_blend.hybrids import mixer
@@ -194,12 +194,6 @@ CUT = arguments.RowArguments.cut
 WRITE_STATES = rows.Rows.write_states
 ENDED = hooks.ForwardHooks._ended
 LAYER_UPDATE = layers.BlendLayer.update
-
-
-def one_column_on(twin, start, exact):
-    """Tokens are healed, and all but the first of a block are written."""
-    twin._start = twin._length = start
-    twin._exact = max(exact, start + 1)
 
 
 BREAKS: list[tuple[str, Any, str, Callable[..., Any]]] = [  # check, owner, attribute, what is put in its place

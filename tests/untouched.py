@@ -10,18 +10,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_blend.model.hooks import ForwardHooks
+from hf_blend.model.hooks import hears_forwards
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
 
 
-def is_announcing(hook: Any) -> bool:
-    """Whether a hook is that by which a living cache hears of forwards; it goes with the cache."""
-    return getattr(hook, "__func__", None) is ForwardHooks._model_begins
-
-
 def _keys(hooks: Any) -> list[int]:
-    return [key for key, hook in hooks.items() if not is_announcing(hook)]
+    return [key for key, hook in hooks.items() if not hears_forwards(hook)]
 
 
 def snapshot(model: PreTrainedModel) -> dict[str, Any]:

@@ -143,6 +143,11 @@ def _without_cache() -> ForwardHooks:
     return hooks
 
 
+def hears_forwards(hook: Any) -> bool:
+    """Whether a hook is that by which a living cache hears of its model's forwards; it goes with the cache."""
+    return getattr(hook, "__func__", None) is ForwardHooks._model_begins
+
+
 def callable_as(model: nn.Module) -> list[nn.Module]:
     """The modules one of which is called when a model is: PEFT's `generate` calls the model that it wraps."""
     inside = model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -7,11 +7,9 @@ its own ids, and the prompt reuses a run inside of it; the tokens at the seams a
 """
 
 import json
-import unicodedata
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache, lru_cache
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -29,14 +27,27 @@ _remembered: WeakKeyDictionary[Any, Callable[[str, int], tuple[int, ...]]] = Wea
 
 
 def build_text(tokenizer: Any, text: str, chunks: Any, *, special: bool, opening: bool = True) -> TextPrompt:
-    """Tokenise a prompt and find chunks in it."""
-    located = _located(text, [forms_of(chunk, f"document {at}") for at, chunk in enumerate(list_documents(chunks))])
+    """Tokenise a prompt and find chunks in it.
+
+    Args:
+        tokenizer: of the model.
+        text: the whole prompt.
+        chunks: documents, all of which are expected in the text.
+        special: whether the tokenizer puts its special tokens around the text.
+        opening: whether other prompts may begin with the text before the first document.
+    """
+    forms = []
+    for number, chunk in enumerate(list_documents(chunks)):
+        forms.append(forms_of(chunk, f"document {number}"))
+    located = _locate(text, forms)
     ids, offsets = _tokenized(tokenizer, text, special, bool(located))
-    packed, spans = array("i", ids).tobytes(), list[Span]()
-    first, ids_of = len(ids), _remembering(tokenizer)
+    packed = array("i", ids).tobytes()
     size = len(tokenizer) if hasattr(type(tokenizer), "__len__") else 0
+    ids_of = _remembering(tokenizer)
+    spans = list[Span]()
+    first = len(ids)
     for start, stop, chunk in located:
-        begin, end = _columns(offsets, start, stop) if offsets is not None else (0, len(ids))
+        begin, end = (0, len(ids)) if offsets is None else _columns(offsets, start, stop)
         least = spans[-1].stop if spans else 0
         begin = max(begin, least)
         span = aligned(packed, begin, end, least, ids_of(chunk, size))
@@ -45,7 +56,8 @@ def build_text(tokenizer: Any, text: str, chunks: Any, *, special: bool, opening
         if span is not None and span.tokens:
             first = min(first, begin, span.start)
             spans.append(span)
-    return TextPrompt(tuple(ids), tuple(spans), first if opening and spans and offsets is not None else 0)
+    has_opening = opening and spans and offsets is not None
+    return TextPrompt(tuple(ids), tuple(spans), first if has_opening else 0)
 
 
 def _tokenized(tokenizer: Any, text: str, special: bool, located: bool) -> tuple[list[int], np.ndarray | None]:
@@ -80,65 +92,57 @@ def _remembering(tokenizer: Any) -> Callable[[str, int], tuple[int, ...]]:
     return _remembered[tokenizer]
 
 
-def _located(text: str, chunks: Sequence[Sequence[str]]) -> list[tuple[int, int, str]]:
+def _locate(text: str, chunks: Sequence[Sequence[str]]) -> list[tuple[int, int, str]]:
     """(first character, character behind the last, chunk) wherever a chunk is, longer ones first, without overlap.
 
     Of the forms of a chunk the first counts that is there.
     """
-    located, taken = list[tuple[int, int, str]](), bytearray(len(text))
-    decomposed = cache(lambda: _decomposed(text))
-    for number, forms in sorted(enumerate(chunks), key=lambda pair: -len(pair[1][0])):
-        places = next(filter(None, (_places(text, chunk, decomposed) for chunk in forms)), [])
-        if not places:
+    located = list[tuple[int, int, str]]()
+    taken = bytearray(len(text))
+    longest_first = sorted(enumerate(chunks), key=lambda pair: -len(pair[1][0]))
+    for number, forms in longest_first:
+        chunk, spelling = _form_in(text, forms)
+        if not spelling:
             raise PromptError(
                 f"document {number} ({forms[-1]!r:.40}) is not in the prompt. Put its text into a message as it is; "
                 "for a template that takes documents pass them as dicts: [{'title': …, 'text': …}]."
             )
-        for start, stop, same in places:
-            if taken.find(1, start, stop) < 0:
-                located.append((start, stop, same))
-                taken[start:stop] = b"\1" * (stop - start)
+        start = text.find(spelling)
+        while start >= 0:
+            stop = start + len(spelling)
+            if not any(taken[start:stop]):
+                located.append((start, stop, chunk))
+                taken[start:stop] = b"\1" * len(spelling)
+            start = text.find(spelling, stop)
     return sorted(located)
 
 
-def _places(text: str, chunk: str, decomposed: Callable[[], tuple[str, dict[int, int]]]) -> list[tuple[int, int, str]]:
-    check_text(chunk)
-    form = next((spelling for spelling in _forms(chunk) if spelling in text), None)
-    if form is not None:
-        return [(at, at + len(form), chunk) for at in _occurrences(text, form)]
-    return [] if text.isascii() else _equivalent(text, chunk, *decomposed())
+def _form_in(text: str, forms: Sequence[str]) -> tuple[str, str]:
+    """The first form of a document that is in a text, and how it is spelled there; empty if there is none."""
+    for form in forms:
+        check_text(form)
+        for spelling in _spellings(form):
+            if spelling in text:
+                return form, spelling
+    return "", ""
 
 
-def _occurrences(text: str, fragment: str) -> Iterator[int]:
-    at = text.find(fragment)
-    while at >= 0:
-        yield at
-        at = text.find(fragment, at + len(fragment))
-
-
-def _decomposed(text: str) -> tuple[str, dict[int, int]]:
-    """A text in NFD, and a map from the first characters there to those in the text."""
-    starts = [at for at, char in enumerate(text) if not (at and unicodedata.combining(char))] + [len(text)]
-    parts = [unicodedata.normalize("NFD", text[start:stop]) for start, stop in pairwise(starts)]
-    return "".join(parts), dict(zip(accumulate(map(len, parts), initial=0), starts, strict=True))
-
-
-def _equivalent(text: str, chunk: str, body: str, starts: dict[int, int]) -> list[tuple[int, int, str]]:
-    """Find a chunk whose accents are encoded otherwise; the chunk is then the text of the prompt there."""
-    for form in _forms(unicodedata.normalize("NFD", chunk)):
-        ends = [(at, at + len(form)) for at in _occurrences(body, form) if {at, at + len(form)} <= starts.keys()]
-        if ends:
-            return [(starts[at], starts[to], text[starts[at] : starts[to]]) for at, to in ends]
-    return []
-
-
-def _forms(chunk: str) -> tuple[str, ...]:
-    """The forms in which templates write a text: as it is, stripped, or as JSON."""
+def _spellings(chunk: str) -> tuple[str, ...]:
+    """How templates write a text: as it is, stripped, or as JSON."""
     return chunk, chunk.strip(), json.dumps(chunk, ensure_ascii=False)[1:-1], json.dumps(chunk)[1:-1]
 
 
 def aligned(packed: bytes, begin: int, end: int, least: int, chunk: tuple[int, ...]) -> Span | None:
-    """The run of tokens that a chunk and a prompt share; None if the tokens inside the chunk differ."""
+    """The run of tokens that a chunk and a prompt share; None if the tokens inside the chunk differ.
+
+    Args:
+        packed: ids of the prompt, four bytes each.
+        begin: first token of the prompt where the chunk's inner tokens may be.
+        end: the token behind the last of them.
+        least: the first token of the prompt that no earlier chunk has.
+        chunk: ids of the chunk.
+    """
+    # Find the inner tokens, on a whole token
     count = len(chunk)
     cut = min(_SEAM_TOKENS, count // 4)
     inside = array("i", chunk[cut : count - cut]).tobytes()
@@ -147,11 +151,14 @@ def aligned(packed: bytes, begin: int, end: int, least: int, chunk: tuple[int, .
         at = packed.find(inside, at + 1, _WIDTH * end)
     if at < 0:
         return None
+
+    # Extend the run to both sides, as far as the tokens are the same
+    prompt = memoryview(packed).cast("i")
     shift = at // _WIDTH - cut
-    low, high = max(0, least - shift), min(count, len(packed) // _WIDTH - shift)
-    here = np.frombuffer(packed, np.int32)[shift + low : shift + high]
-    differs = here != np.array(chunk[low:high], np.int32)
-    before, behind = np.flatnonzero(differs[: cut - low][::-1]), np.flatnonzero(differs[count - cut - low :])
-    first = low if not len(before) else cut - int(before[0])
-    last = high if not len(behind) else count - cut + int(behind[0])
+    first = cut
+    while first > 0 and shift + first > least and prompt[shift + first - 1] == chunk[first - 1]:
+        first -= 1
+    last = count - cut
+    while last < count and shift + last < len(prompt) and prompt[shift + last] == chunk[last]:
+        last += 1
     return Span(shift + first, chunk, first, last - first)
