@@ -256,7 +256,7 @@ def test_chat_only_grows_and_is_healed_while_nobody_asks(make_chat, model):
     tokens = chat.cache.get_seq_length()
     plain = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(chat.history[None, :tokens], past_key_values=plain)
+        model(torch.tensor(chat.cache.state.tokens.rows()), past_key_values=plain)
     for layer, expected in zip(chat.cache.layers, plain.layers, strict=True):
         torch.testing.assert_close(layer.keys[:, :, :tokens], expected.keys, rtol=0, atol=1e-4)
     chat.reset()

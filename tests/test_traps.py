@@ -20,7 +20,8 @@ from transformers.modeling_flash_attention_utils import _is_packed_sequence
 
 from hf_blend import ChunkStore
 from hf_blend.model.anatomy import decoder_layers
-from hf_blend.prefill import blend
+from hf_blend.model.attention import ROWS
+from hf_blend.prefill import arguments
 from tests.asking import GREEDY, PIECES, noting, prefilled, prepared
 from tests.asking import prefill as logits
 from tests.conftest import shared_zoo_model
@@ -60,12 +61,13 @@ def test_mask_that_is_left_out_hides_wrong_keys_from_scattered_rows(monkeypatch)
     scattered = sdpa_attention_forward(attention, query[:, :, rows], keys, keys, None)[0]
     assert (scattered - full[:, rows]).abs().max() > 0.1, "the trap: no error, other numbers"
 
-    noting(monkeypatch, blend.RowArguments, "cut", lambda _, index, call, rows, mask, *__: seen.append((mask, call)))
+    note = lambda _, index, call, rows, mask, *__: seen.append((mask, call))  # noqa: E731
+    noting(monkeypatch, arguments.RowArguments, "cut", note)
     model = zoo_model("llama")
     model.set_attn_implementation("sdpa")
     assert error(model, PIECES) <= 1e-5
     assert any(mask is None for mask, _ in seen), "the model relies on a causal kernel"
-    assert all(call.arguments["attention_mask"] is not None for _, call in seen)
+    assert all(call.arguments[ROWS] is not None for _, call in seen)
 
 
 def test_positions_with_gaps_are_never_shown_to_flash_attention(monkeypatch):

@@ -196,6 +196,13 @@ ENDED = hooks.ForwardHooks._ended
 LAYER_UPDATE = layers.BlendLayer.update
 
 
+OVERWRITE = layers.BlendLayer.overwrite
+
+
+def all_but_the_first(layer, start, keys, values):
+    OVERWRITE(layer, start + 1, keys[:, :, 1:], values[:, :, 1:])
+
+
 BREAKS: list[tuple[str, Any, str, Callable[..., Any]]] = [  # check, owner, attribute, what is put in its place
     ("moved_chunk", realign, "compose", wrong_turn),
     ("moved_chunk", realign, "compose", stretching_turn),
@@ -213,7 +220,7 @@ BREAKS: list[tuple[str, Any, str, Callable[..., Any]]] = [  # check, owner, attr
     ("untouched", hooks.ForwardHooks, "leave", hold),
     ("untouched", hooks.ForwardHooks, "_ended", left_only_on_success),
     ("untouched", hooks.ForwardHooks, "_own", anyone),
-    ("heal", healing.RewritingTwin, "begin", one_column_on),
+    ("heal", layers.BlendLayer, "overwrite", all_but_the_first),
     ("whole_shift", tables.TableSource, "rotations", where_they_were),
     ("closed_hole", tables.TableSource, "rotations", where_they_were),
     ("shared_cells", sequence_cache, "mask_of", every_cell_seen),

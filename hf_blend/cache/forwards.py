@@ -25,8 +25,9 @@ from ..model.identity.canonical import refuse_request_state
 from ..prefill import notices
 from ..prefill.blend import Prefill
 from ..prefill.context import PrefillContext
-from ..prefill.observing import AttentionObserver, run_probe
+from ..prefill.observing import AttentionObserver
 from ..prefill.plan import ChunkOrigin, Plan, Planner
+from ..prefill.probe import run_probe
 from ..prefill.realign import Realigner
 from ..prefill.report import Advice, BlendReport
 from ..prefill.request import PendingPrompt, Request
@@ -223,7 +224,7 @@ class BlendedForward:
             state.loader.realigner = realigner
         context = PrefillContext(
             state.model, state.kv.all, request, plan, report, realigner, state.selector,
-            self._probe, state.info.extras, state.observer, state.loader,
+            self._probe, state.info.extras, state.loader,
         )  # fmt: skip
         self.prefill: Any = Prefill(context)  # what hooks and cache call; while a probe runs, the probe's own
         if inexact := [placed.start for placed in plan.chunks if not placed.exact]:
@@ -243,20 +244,19 @@ class BlendedForward:
 
     def _probe(self, receive: Receive, layers: Sequence[int], rows: int | None = None) -> None:
         """Run the question alone, in the middle of the forward."""
-        prefill, kv = self.prefill, self._state.kv
-        request = prefill.context.request
-        pairs = zip(kv.of_tokens, self._snapshots, strict=True)
-        suspended = [layer.suspend(snapshot, request.past) for layer, snapshot in pairs]
-        observer = AttentionObserver(receive, layers, rows)
-        self.prefill = probe = prefill.probe(observer, lambda: kv.spare(self._snapshots))
+        prefill, kv, past = self.prefill, self._state.kv, self.prefill.context.request.past
+        suspended = []
+        for layer, snapshot in zip(kv.of_tokens, self._snapshots, strict=True):
+            suspended.append(layer.suspend(snapshot, past))
+        self.prefill = probe = prefill.begin_probe(
+            AttentionObserver(receive, layers, rows), kv.spare(self._snapshots)
+        )
         try:
             with self._hooks.inside():
-                plan = probe.context.plan
-                is_plain = len(plan.counts) == 1 and not plan.has_padding and not request.past
-                run_probe(self._state.model, self._cache, request, is_plain)
+                run_probe(self._state.model, self._cache, prefill.context)
         finally:
             self.prefill = prefill
-            prefill.take_over(probe)
+            prefill.end_probe(probe)
             for layer, states in zip(kv.of_tokens, suspended, strict=True):
                 layer.resume(states)
 

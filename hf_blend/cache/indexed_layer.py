@@ -41,7 +41,7 @@ class IndexedKind(LayerKind):
 
     def update_indexer(self, prefill: Any, index: int, keys: Tensor, rows: Rows | None) -> Tensor:
         """Write the rows' keys, `[batch, rows, width]`, among those that are stored; gives those of all tokens."""
-        layer = prefill.context.layers[index]
+        layer = prefill.layer_of(index)
         if self._keys is None:
             self._keys = layer.open_indexer(prefill.width, keys)
             prefill.context.realigner.write_beside(index, prefill.stored_chunks(), self._keys[:, None])

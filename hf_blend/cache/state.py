@@ -10,7 +10,6 @@ from torch import nn
 from ..config import BlendConfig
 from ..errors import ConfigError
 from ..model.author import Author, author_of, refuse_other_author
-from ..prefill.observing import AttentionObserver
 from ..prefill.report import BlendReport
 from ..prefill.request import PendingPrompt
 from ..prompt.history import History
@@ -45,7 +44,6 @@ class BlendState:
         is_prompt_open: what came may be the first part of a prompt, and no answer is behind it.
         is_cut: a forward failed that may have moved on the state of a layer, which cannot be taken back.
         check_ms: time in which the model was checked, until a report says it.
-        observer: is given every layer's attention in a blended forward.
         loader: loads chunks in part, where the store does.
     """
 
@@ -68,7 +66,6 @@ class BlendState:
     is_prompt_open: bool = True
     is_cut: bool = False
     check_ms: float = 0.0
-    observer: AttentionObserver | None = None
     loader: Any = None
 
     def set_author(self, past: int) -> Author:

@@ -7,6 +7,7 @@ to be unlike its neighbours, by its device, dtype or rotary table, is written ag
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,11 +20,14 @@ from .plan import PlacedChunk
 class LayerBuffers:
     """What is open of the layers of one forward."""
 
-    def __init__(self, context: PrefillContext, last: int, stored: StoredStates) -> None:
-        self._stored, self._layers = stored, context.layers
-        self._plan, self._realigner = context.plan, context.realigner
-        self._width, self._last, self._is_shared = context.request.width, last, context.shares_layers
-        self.settles = not all(getattr(layer, "keeps_all", True) for layer in context.layers)  # some give back
+    def __init__(self, context: PrefillContext, layers: Sequence[Any], last: int, stored: StoredStates) -> None:
+        self._stored = stored
+        self._layers = layers
+        self._plan = context.plan
+        self._realigner = context.realigner
+        self._width = context.request.width
+        self._last = last
+        self.settles = not all(getattr(layer, "keeps_all", True) for layer in layers)  # some give back
         self.open: dict[int, KV] = {}
         self.used: set[int] = set()  # the layers that handed over K and V; others may be opened with them
         self._first: dict[int, int] = {}  # layer → the first of those that were written with it
@@ -93,9 +97,3 @@ class LayerBuffers:
         for done in [layer for layer in self.open if layer < index and not self._layers[layer].keeps_all]:
             del self.open[done]
             self._layers[done].settle()
-
-    def take_over(self, other: "LayerBuffers") -> None:
-        """Keep what another forward has opened of the same layers."""
-        if other._is_shared:
-            self.open.update(other.open)
-            self._first.update(other._first)

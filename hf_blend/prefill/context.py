@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from ..model.attention import AttentionCapture
 from ..model.extras import LayerExtra
 from ..selectors.base import Selector
-from .observing import AttentionObserver
 from .plan import PlacedChunk, Plan
 from .realign import Realigner
 from .report import BlendReport
@@ -48,7 +47,7 @@ class PartialLoader(StoredStates, AttentionListener, Protocol):
 
 @dataclass(frozen=True)
 class PrefillContext:
-    """All that one prefill works on: known before it begins, and shared with its probes."""
+    """All that one prefill works on: known before it begins, and shared with its probe."""
 
     model: nn.Module
     layers: Sequence[Any]
@@ -59,7 +58,4 @@ class PrefillContext:
     selector: Selector
     probe: Callable[..., None]  # see `TokenView.probe`
     extras: Sequence[LayerExtra | None] = ()
-    observer: AttentionObserver | None = None
     loader: PartialLoader | None = None  # None: chunks are written whole
-    is_probe: bool = False  # nothing is selected, and only the question is computed
-    shares_layers: bool = False  # with the forward that it is a probe of, to which they stay open

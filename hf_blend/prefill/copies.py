@@ -62,9 +62,14 @@ def open_stream(device: torch.device) -> CopyStream | None:
 
 
 class Copies:
-    """The states that one forward brings ahead."""
+    """The states that one forward brings ahead.
+
+    Attributes:
+        keeps_used: what was used stays on the device, for a pass over the same layers that follows.
+    """
 
     def __init__(self) -> None:
+        self.keeps_used = False
         self._streams: dict[torch.device, CopyStream | None] = {}
         self._pending: dict[tuple[CopyKey, torch.device], Future[Moved | None]] = {}
         self._there: dict[tuple[CopyKey, torch.device], Tensor | None] = {}
@@ -76,7 +81,7 @@ class Copies:
         stream = self._streams[device]
         if stream is None or (key, device) in self._pending or (key, device) in self._there:
             return
-        for copies in (self._pending, self._there):
+        for copies in () if self.keeps_used else (self._pending, self._there):
             for old in [earlier for earlier in copies if earlier[0][1] < key[0]]:
                 del copies[old]
         self._pending[key, device] = stream.submit(key, lambda: _bring(stream, parts))

@@ -30,6 +30,9 @@ class RunningPrefill(Protocol):
     def width(self) -> int:
         """How many new columns there are."""
 
+    def layer_of(self, index: int) -> Any:
+        """The layer of the cache to which a layer of the model writes."""
+
     def stored_chunks(self) -> list[PlacedChunk]:
         """The chunks of which something stored is used, now."""
 

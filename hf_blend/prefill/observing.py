@@ -1,11 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""What attention looks at in a forward, seen by selectors and observers.
+"""What attention looks at in a probe, told to a selector."""
 
-A probe is a pass of the question alone over the stored KV, before anything is recomputed.
-"""
-
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,10 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..model.attention import ROWS, StopForward
-from ..model.cache_keyword import cache_argument, without_cache
 from ..selectors.attention import Attention
 from ..selectors.base import Receive
-from .request import Request
 
 
 class AttentionObserver:
@@ -95,13 +89,3 @@ def _indexed(mask: Tensor, indices: Tensor, keys: int) -> Tensor:
     chosen = torch.zeros((*indices.shape[:2], keys), dtype=torch.bool, device=indices.device)
     chosen = chosen.scatter_(-1, indices.long(), True)[:, None]
     return mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
-
-
-@torch.no_grad()
-def run_probe(model: nn.Module, cache: Any, request: Request, is_plain: bool) -> None:
-    """Run the decoder over a prompt of which only the question is recomputed; a plain prompt needs no mask."""
-    names = ("input_ids", "position_ids", *(() if is_plain else ("attention_mask",)))
-    arguments = {name: request.arguments[name] for name in names if request.arguments.get(name) is not None}
-    called = model.get_decoder()
-    with contextlib.suppress(StopForward):
-        called(**{**without_cache(arguments), **cache_argument(called, cache), "use_cache": True})

@@ -115,6 +115,10 @@ class Plan:
         self.exact, self.reusable = torch.from_numpy(exact.copy()), torch.from_numpy(reusable.copy())
         return self
 
+    def move_to(self, device: torch.device) -> None:
+        """Put the masks where the model computes."""
+        self.real, self.exact, self.reusable = self.real.to(device), self.exact.to(device), self.reusable.to(device)
+
     def fresh(self, with_reusable: bool) -> np.ndarray:
         """`[batch, tokens]`: True on columns that are not padding and have no exact KV; known to the host."""
         exact, reusable, real = self._marks

@@ -108,6 +108,7 @@ class Realigner:
         self._alike: dict[int, Table] = {}  # id of a table → the same one, made earlier
         self._alive: list[Table] = []
         self._copies: Copies | None = None  # opened where there is something to bring
+        self.keeps_copies = False  # see `Copies.keeps_used`
 
     def known_table(self, layer: int, table: Table | None) -> Table | None:
         """The first table of a layer whose table is made again, so that its rotations are found again."""
@@ -136,7 +137,9 @@ class Realigner:
         """Begin to copy all chunks' K and V of some layers to a device; nothing for a CPU."""
         if not self._all or device.type == "cpu":
             return
-        placed, self._copies = self._placed(self._all, device), self._copies or Copies()
+        placed = self._placed(self._all, device)
+        self._copies = self._copies or Copies()
+        self._copies.keeps_used = self.keeps_copies
         if (placed.layer_bytes or len(layers) == 1) and all(isinstance(own.chunk.layers, AHEAD) for own in self._all):
             for which in (0, 1):
                 bring = partial(self._parts, placed, layers, which)

@@ -33,7 +33,7 @@ class Selection:
         """
         context, before, later = self.context, None, dict[int, float]()
         ratios = context.plan.config.ratios(len(context.layers))
-        if context.is_probe or not context.selector.count(max(ratios.values()), context.plan.real.numel()):
+        if not context.selector.count(max(ratios.values()), context.plan.real.numel()):
             return 0.0, {}
         if not context.selector.needs_kv:
             before = ratios.pop(min(ratios))

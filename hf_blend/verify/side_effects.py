@@ -29,8 +29,8 @@ def untouched(subject: ModelUnderTest) -> CheckResult:
     """A request leaves hooks, attributes, config, weights and logits of the model as they were.
 
     After a prefill, after a generate, and after an exception in each of some layers, behind which a second try gives
-    the same logits. Two requests and a plain forward that interleave do not see each other. The one
-    hook by which a living cache hears of forwards does not count.
+    the same logits. Two requests and a plain forward that interleave do not see each other. The one hook by which a
+    living cache hears of forwards does not count.
     """
     expected = subject.blend(subject.prompts, RATIO)  # what is done once per model, such as the probe, is not counted
     if not any(expected.cache.report.chosen_columns):

@@ -1,0 +1,104 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""A probe: a pass of the question alone over the stored KV, before anything is recomputed.
+
+It writes to layers of its own, which are copies of the cache's before the forward, and ends behind the last layer
+whose attention is asked for.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..model.anatomy import LayerCall
+from ..model.attention import AttentionCapture, StopForward
+from ..model.cache_keyword import cache_argument, without_cache
+from ..selectors.base import KV
+from .context import PrefillContext
+from .layer_pass import LayerPass
+from .observing import AttentionObserver, attention_of
+from .report import BlendReport, Work
+from .rows import Rows
+
+
+class ProbePass(LayerPass):
+    """The rows of the question, which look at all that is stored."""
+
+    def __init__(self, context: PrefillContext, layers: Sequence[Any], observer: AttentionObserver) -> None:
+        """Prepare to tell an observer what the question looks at."""
+        super().__init__(context, layers, context.realigner)
+        self._observer = observer
+        context.realigner.keeps_copies = True
+        self._report = BlendReport(_costs=context.report._costs)
+        self._written: Tensor | None = None  # `[batch, tokens]`: columns that will have K and V; None: all
+
+    def enter(self, index: int, call: LayerCall) -> None:
+        """Let a layer run for rows of the question."""
+        table = self.context.realigner.known_table(index, self.begin_layer(index, call))
+        self.context.realigner.tables.setdefault(index, table)
+        if index == 0:
+            self._choose_rows(call.hidden.device)
+        if self._rows is not None:
+            self._keep_rows(index, call, self._rows, self._rows.columns if index == 0 else None)
+        plan, is_last = self.context.plan, False
+        if index in self._with_keys:
+            number = self._with_keys.index(index)  # selectors count these
+            if self._observer.takes(number):
+                columns = (self._rows or Rows.every(plan.real)).columns
+                take = partial(self._observer.take, number)
+                self._capture = AttentionCapture(
+                    call.layer, attention_of(columns, self.width, self._report.charge, take)
+                )
+                self._capture.open(call.cache)
+                is_last = number == self._observer.last
+        past = self.context.request.past
+        self._report._work.append(Work(index, is_last, self.columns, plan.reusable, plan.real, past))
+
+    def update(self, index: int, keys: Tensor, values: Tensor) -> KV:
+        """Take K and V of the rows, `[batch, kv_heads, rows, head_dim]`, and give back those of all tokens."""
+        self.write_layer(index, keys, values, (), self._written)
+        return self._layers[index].keys, self._layers[index].values
+
+    def end(self) -> None:
+        """Take the hooks out, and charge the forward for what the probe computed."""
+        self.remove_hooks()
+        self.context.realigner.keeps_copies = False
+        self.context.report.charge(lambda: self._report.flops)
+
+    def _choose_rows(self, device: torch.device) -> None:
+        """Compute what is fresh, or as many rows of the question as the observer asks for."""
+        plan, observer = self.context.plan, self._observer
+        plan.move_to(device)
+        active = plan.fresh(with_reusable=False)
+        if plan.has_padding:
+            self._written = plan.real
+        if observer.rows is not None:
+            sampled = plan.sampled(observer.rows)
+            is_computed = torch.from_numpy(sampled | ~active).to(device)
+            observer.computed = self._written = is_computed & plan.real
+            active = sampled
+        counts = active.sum(axis=1).tolist()
+        if min(counts) == self.width:
+            self._written = None
+        elif min(counts) == max(counts) and not self._needs_same_columns:
+            self._rows = Rows.at([np.flatnonzero(row).tolist() for row in active], device)
+        else:
+            self._rows = Rows.of(torch.from_numpy(active).to(device), counts, self._needs_same_columns)[0]
+
+
+@torch.no_grad()
+def run_probe(model: nn.Module, cache: Any, context: PrefillContext) -> None:
+    """Run the decoder over the new tokens; a plain prompt needs no mask."""
+    request, plan = context.request, context.plan
+    names = ["input_ids", "position_ids"]
+    if len(plan.counts) > 1 or plan.has_padding or request.past:
+        names.append("attention_mask")
+    arguments = {name: request.arguments[name] for name in names if request.arguments.get(name) is not None}
+    decoder = model.get_decoder()  # type: ignore[operator]
+    with contextlib.suppress(StopForward):
+        decoder(**{**without_cache(arguments), **cache_argument(decoder, cache), "use_cache": True})
