@@ -16,9 +16,9 @@ class UnalignedReuse(Blended):
 
     config = BlendConfig(recompute_ratio=0.0, selector="none")
 
-    def keeper(self) -> Any:
-        """A store whose chunks say that their layers do not rotate."""
-        return _Unaligned(self.store)
+    def __init__(self, model: Any, tokenizer: Any, store: Any, max_new_tokens: int) -> None:
+        """Read from the store chunks that say that their layers do not rotate."""
+        super().__init__(model, tokenizer, _Unaligned(store), max_new_tokens)
 
 
 class _Unaligned:
