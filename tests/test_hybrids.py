@@ -92,6 +92,7 @@ def poisoned_memory():
     ("name", "rungs"),
     [
         ("lfm2-deep", TELLING),
+        ("falcon_h1", ("ratio_1",)),  # whose layers give the mixer what they cut to the rows
         ("deepseek_v32", ("fused_ratio",)),
         ("hy_v4", ("fused_ratio",)),  # several streams of rows, and layers that look where an earlier one did
         *(pytest.param(name, None, marks=pytest.mark.slow) for name in (*FAST, *SLOW, *INDEXED, *VARIANTS)),

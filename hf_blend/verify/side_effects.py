@@ -44,9 +44,11 @@ def untouched(subject: ModelUnderTest) -> CheckResult:
     layers = decoder_layers(subject.model)
     for index in sorted({0, 1, 2, len(layers) - 1} & set(range(len(layers)))):
         cache = subject.cache(RATIO)
+        watched = traces(subject)  # the cache has a hook on the model as long as it lives
         wrong += _burst(subject, cache, layers[index], index)
-        wrong += _differences(before, traces(subject), f"after an error in layer {index}")
+        wrong += _differences(watched, traces(subject), f"after an error in layer {index}")
         error = distance(subject.prefill(cache, subject.prompts), expected.logits)
+        del cache
         if error:
             wrong.append(f"the second try after an error in layer {index} is off by {error:.2g}")
     wrong += _interleaved(subject, before["logits"])
