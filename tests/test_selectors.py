@@ -212,14 +212,14 @@ def test_expected_error_sees_what_stock_attention_of_some_rows_of_question_sees(
     first = 58  # three of the last, three of those before at equal distances
     rows = [58, 67, 76, 77, 78, 79]
     reuse, _, inputs = blended(model, prompt, recompute_ratio=0.0)
-    taken = expected_error._taken
+    taken = expected_error._attention_times_length
 
     def recorded(seen, shares, question):
         weights.append(shares)
         columns.append(seen.columns[0, question[0] > 0].tolist())
         return taken(seen, shares, question)
 
-    monkeypatch.setattr(expected_error, "_taken", recorded)
+    monkeypatch.setattr(expected_error, "_attention_times_length", recorded)
     monkeypatch.setattr(expected_error, "ROWS", len(rows))
     cache, _, _ = blended(model, prompt, selector="expected-error", recompute_ratio=0.2)
     assert columns == [rows] * model.config.num_hidden_layers

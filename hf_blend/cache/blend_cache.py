@@ -313,7 +313,7 @@ class BlendCache(Cache):
             if state.loader is not None:
                 state.loader.begin_layer(layer_idx)
                 keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-                return state.loader.taken(layer_idx, keys), values
+                return state.loader.mark_keys(layer_idx, keys), values
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def _refuse_unannounced(self) -> None:

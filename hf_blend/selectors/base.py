@@ -40,7 +40,7 @@ class TokenView:
         columns: `[batch, tokens]`, the column of each token in the prompt.
         reusable: `[batch, tokens]`, True for tokens with stored KV that may be left as it is.
         chunk: `[batch, tokens]`, number of the token's chunk in its row; -1 where not reusable.
-        offset: `[batch, tokens]`, place of the token in its chunk.
+        offset: `[batch, tokens]`, index of the token in its chunk.
         chunk_tokens: `[batch, tokens]`, length of its chunk.
         pair: gives (fresh, stored) of K (0) or V (1), `[batch, kv_heads, tokens, head_dim]` each: what was computed in
             this prompt, K rotated for the prompt's positions, and what is stored, realigned to the same positions;
@@ -72,7 +72,7 @@ class TokenView:
             behind[:, 1:] &= columns[:, 1:] != columns[:, :-1]
         return behind
 
-    def take(self, grid: Tensor) -> Tensor:
+    def at_tokens(self, grid: Tensor) -> Tensor:
         """The entries of a `[batch, columns]` grid at the tokens of this view."""
         return grid.gather(1, self.columns.to(grid.device))
 

@@ -32,18 +32,18 @@ class ExpectedError(Selector):
 
     def score(self, view: TokenView) -> Tensor:
         """What the question takes from each token, mean over the layers, times its likely error, `[batch, tokens]`."""
-        taken: list[Tensor] = []
+        received: list[Tensor] = []
         asking = cache(lambda columns: _equal_shares(view.is_question(columns)))  # most layers have the same columns
 
         def receive(layer: int, seen: Attention, weights: Tensor) -> None:
-            of_layer = _taken(seen, weights, asking(seen.columns))
-            taken.append(of_layer.to(view.columns.device))
+            of_layer = _attention_times_length(seen, weights, asking(seen.columns))
+            received.append(of_layer.to(view.columns.device))
 
         view.probe(receive, range(view.num_layers), rows=ROWS)
         likely_error = plugins.load("selectors", "ramp")({}).score(view) ** POWER
-        if not taken:  # the model attends without transformers' AttentionInterface
+        if not received:  # the model attends without transformers' AttentionInterface
             return likely_error
-        return view.take(torch.stack(taken).mean(dim=0)) * likely_error
+        return view.at_tokens(torch.stack(received).mean(dim=0)) * likely_error
 
 
 def _equal_shares(rows: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ def _equal_shares(rows: Tensor) -> Tensor:
     return rows / rows.sum(dim=1, keepdim=True)
 
 
-def _taken(seen: Attention, weights: Tensor, shares: Tensor) -> Tensor:
+def _attention_times_length(seen: Attention, weights: Tensor, shares: Tensor) -> Tensor:
     """What the question's rows take from each column, on average over the rows and the heads.
 
     Shapes: weights `[batch, heads, rows, keys]`, shares `[batch, rows]` of each row → `[batch, columns]` float32.

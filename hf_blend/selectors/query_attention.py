@@ -32,4 +32,4 @@ class QueryAttention(Selector):
             scores.append(received.to(view.columns.device))
 
         view.probe(receive, range(view.num_layers))
-        return view.take(torch.stack(scores).mean(dim=0))
+        return view.at_tokens(torch.stack(scores).mean(dim=0))

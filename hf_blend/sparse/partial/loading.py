@@ -223,7 +223,7 @@ class PartialLoading:
             register_attention(module.config._attn_implementation)
         self._layers[index].is_guarded = bool(modules)
 
-    def taken(self, index: int, keys: Tensor) -> Tensor:
+    def mark_keys(self, index: int, keys: Tensor) -> Tensor:
         """Mark the keys of a layer, so that its attention runs over the loaded columns only."""
         return with_override(keys, partial(attend_step, self._layers[index]))
 
