@@ -4,49 +4,46 @@
 
 import threading
 import time
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-from hf_blend.store.tiers.base import Source, Tier
+from hf_blend.store.tiers.base import ObjectStat, Source, Tier
 
 __all__ = ["ThrottledTier", "WrappedTier"]
 
 SLACK_S = 1e-3  # what a sleep lasts too long, or a reader pauses, is made up for by reads that follow within this time
 
 
-def _passed_on(method: str) -> Any:
-    """A method that is the one of the tier behind."""
-
-    def call(self: "WrappedTier", *given: Any, **named: Any) -> Any:
-        return getattr(self.tier, method)(*given, **named)
-
-    return call
-
-
 class WrappedTier(Tier):
     """Does what the tier behind does."""
-
-    open = _passed_on("open")
-    put_if_absent = _passed_on("put_if_absent")
-    replace = _passed_on("replace")
-    delete = _passed_on("delete")
-    shards = _passed_on("shards")
-    listing = _passed_on("listing")
-    stat = _passed_on("stat")
-    contains = _passed_on("contains")
-    set_pin = _passed_on("set_pin")
-    pins = _passed_on("pins")
-    remove_orphans = _passed_on("remove_orphans")
-    close = _passed_on("close")
 
     def __init__(self, tier: Tier) -> None:
         self.tier = tier
         self.name = tier.name
         self.is_local = tier.is_local
 
-    @property
-    def is_healthy(self) -> bool:
+    def open(self, name: str) -> Source | None:
         """As the tier behind."""
-        return self.tier.is_healthy
+        return self.tier.open(name)
+
+    def put(self, name: str, parts: Sequence[memoryview]) -> None:
+        """As the tier behind."""
+        self.tier.put(name, parts)
+
+    def delete(self, name: str, source: Source | None = None) -> bool:
+        """As the tier behind."""
+        return self.tier.delete(name, source)
+
+    def stat(self, name: str) -> ObjectStat | None:
+        """As the tier behind."""
+        return self.tier.stat(name)
+
+    def listing(self, prefix: str = "") -> Iterator[tuple[str, ObjectStat]]:
+        """As the tier behind."""
+        return self.tier.listing(prefix)
+
+    def set_score(self, name: str, stat: ObjectStat, score: float) -> None:
+        """As the tier behind."""
+        self.tier.set_score(name, stat, score)
 
 
 class ThrottledTier(WrappedTier):

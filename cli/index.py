@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = ["index"]
 
-PATIENCE_S = 60.0  # nobody waits for an answer here
 
 Remote = Annotated[str | None, typer.Option(help="URL of a tier behind it: s3://…, hf://…, redis://…, file://….")]
 Namespace = Annotated[str, typer.Option(help="Store the chunks in this namespace.")]
@@ -66,7 +65,6 @@ def index(
         "memory://" if dry_run else store,
         memory_bytes=0,
         remote=remote,
-        remote_deadline_s=PATIENCE_S,
         namespace=namespace,
     )
     with opened:

@@ -3,7 +3,6 @@
 """The chunk store that users open: a store, and what computes its chunks with a model."""
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -15,25 +14,22 @@ from .errors import ConfigError, suggest
 from .recipes import Recipe, Recipes
 from .store.chunk import ChunkKey
 from .store.opening import Limits, is_remote, open_tiers
-from .store.store import BaseStore
+from .store.store import Store
 
 __all__ = ["ChunkStore"]
 
-ADD_S = 3600.0  # `add` waits for tiers as long as they take; each call to one has a deadline of its own
 _DURABILITIES = ("full", "none")
 
 
-class ChunkStore(BaseStore):
-    """KV of chunks by what they were computed from. Open one with `ChunkStore.open`; threads may share it."""
+class ChunkStore(Store):
+    """KV of chunks by what they were computed from. Open one with `ChunkStore.open`; threads may share it.
+
+    A forked process must open its own: locks, threads and connections stay with the process that opened a store.
+    """
 
     recipes = Recipes()  # of a store that was not opened: none
     controller: Any = None  # a `LoadingController` decides for each request what is worth loading
     part_loader: Callable[[Any], Any] | None = None  # makes what loads chunks in part for a request, from its cache
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """See `BaseStore`."""
-        super().__init__(*args, **kwargs)
-        self._prefetcher = ThreadPoolExecutor(1, "hf_blend-prefetch")
 
     @classmethod
     def open(
@@ -45,11 +41,8 @@ class ChunkStore(BaseStore):
         device: str | None = None,
         device_bytes: int = 0,
         remote: str | None = None,
-        remote_deadline_s: float | None = None,
-        remote_queue_bytes: int = 1 << 30,
         eviction: str = "lru",
         namespace: str = "",
-        quota_bytes: int | None = None,
         ttl_s: float | None = None,
         durability: str = "full",
         codec: str = "raw",
@@ -65,15 +58,11 @@ class ChunkStore(BaseStore):
                 free.
             device: where `device_bytes` are held, such as "cuda".
             device_bytes: cap of what is held there.
-            remote: URL of a tier behind the disk, shared with other machines.
-            remote_deadline_s: seconds, besides the transfer, after which it is left alone until it answers again; None
-                is 1 for Redis and 5 for others.
-            remote_queue_bytes: cap of what waits to be written to it; more is dropped and counted. With 0 `put` waits
-                for it.
+            remote: URL of a tier behind the disk, shared with other machines; `put` waits for it, and what fails there
+                is a miss.
             eviction: which chunk leaves a full tier: "lru", "lfu" (recent uses count more), or "importance" (use times
                 share of important tokens).
             namespace: keeps tenants apart: no chunk is seen from another one.
-            quota_bytes: cap of this namespace in each tier; None is the tier's.
             ttl_s: age in seconds from which a chunk is not used; None is never.
             durability: "full" makes a stored chunk survive a power loss; "none" is for scratch. Neither ever gives
                 wrong KV.
@@ -86,7 +75,7 @@ class ChunkStore(BaseStore):
             ConfigError: an argument is out of range, or the location is of a kind that does not exist.
             StoreError: nothing can be kept at the location.
         """
-        limits = Limits(memory_bytes, disk_bytes, device_bytes, quota_bytes, ttl_s, eviction, remote_queue_bytes)
+        limits = Limits(memory_bytes, disk_bytes, device_bytes, ttl_s, eviction)
         limits.check()
         if durability not in _DURABILITIES:
             raise ConfigError(f"no durability named {durability!r}. {suggest(str(durability), _DURABILITIES)}")
@@ -97,12 +86,14 @@ class ChunkStore(BaseStore):
                 f"partial={partial!r} came with a location that is a URL, expected a directory: blocks are read from "
                 "a disk. Give a directory, and remote=URL."
             )
-        root, tiers = open_tiers(location, remote, durable=durability == "full", deadline_s=remote_deadline_s)
-        index, memories = root / "index" if root else None, limits.memories(device)
-        if parts is not None and root is None:  # blocks are bytes, in memory too
-            limits, memories = replace(limits, tier_bytes=memories[-1].cap_bytes), []
+        tiers = open_tiers(location, remote, durable=durability == "full")
+        memories = limits.memories(device)
+        if parts is not None and not any(tier.is_local for tier in tiers):  # blocks are bytes, in memory too
+            limits = replace(limits, tier_bytes=memories[-1].cap_bytes)
+            memories = []
             tiers = [plugins.load("store.tiers", "memory")()]
-        opened = cls(memories, tiers, namespace=namespace, index=index, limits=limits, codec=codec)
+        opened = cls(memories, tiers, namespace=namespace, limits=limits, codec=codec)
+        root = opened.folder
         opened.recipes = Recipes(root / "recipes" if root else None)
         if parts is not None:
             parts.apply(opened)
@@ -157,8 +148,6 @@ class ChunkStore(BaseStore):
     ) -> list[ChunkKey]:
         """Compute and store chunks ahead of time; those that are stored already cost nothing.
 
-        Unlike `put`, this returns when every tier that answers has the chunks.
-
         Args:
             model: a causal language model of transformers.
             tokenizer: the model's; None for token ids, which are then computed behind BOS alone.
@@ -188,32 +177,8 @@ class ChunkStore(BaseStore):
             pack = [key for key in pack if not self.contains(key)]  # another process may have been faster
             for chunk in compute_chunks(model, pack) if pack else ():
                 digest = tokenizer_digest(tokenizer) if chunk.key in texts else ""
-                self.writer.put(replace(chunk, tokenizer=digest), wait_s=ADD_S)
-        self.flush(ADD_S)
+                self.put(replace(chunk, tokenizer=digest))
         return keys
-
-    def prefetch(
-        self,
-        model: nn.Module,
-        tokenizer: Any,
-        chunks: Sequence[Any],
-        *,
-        chunk_prefix_ids: Sequence[int] | None = None,
-    ) -> Future[int]:
-        """Bring the chunks of a coming request into memory, on another thread.
-
-        They are read and verified as by `get`, one after the other, and leave memory by its eviction as others do. A
-        request need not wait: it reads what is not there yet. What is not stored stays so. Arguments are as in `add`.
-
-        Returns:
-            How many chunks were brought, once it is known; those that were in memory already are not counted.
-        """
-        keys = self.keys(model, tokenizer, chunks, chunk_prefix_ids=chunk_prefix_ids)
-        return self._prefetcher.submit(self._bring, list(dict.fromkeys(keys)))
-
-    def _bring(self, keys: Sequence[ChunkKey]) -> int:
-        unread = (key for key in keys if self.admin.level_in_process(key.digest) is None and self.contains(key))
-        return sum(self.get(key) is not None for key in unread)
 
     def keys(
         self,
@@ -233,8 +198,3 @@ class ChunkStore(BaseStore):
         identity = fingerprint(model)
         sink = self.default_prefix(model, tokenizer) if chunk_prefix_ids is None else tuple(chunk_prefix_ids)
         return [ChunkKey(identity, sink, ids, self.namespace) for ids in tokenize_chunks(tokenizer, chunks)]
-
-    def close(self) -> None:
-        """Flush for 30 s at most, and let go of memory and connections; closing twice is allowed."""
-        self._prefetcher.shutdown(cancel_futures=True)
-        super().close()

@@ -131,7 +131,7 @@ def test_pipeline_reads_ahead_but_no_farther_than_its_depth():
         return [(torch.zeros(1), torch.zeros(1))]
 
     whole: list[int] = []
-    stream = StreamedLayers(8, take, lambda fault: pytest.fail(str(fault)), lambda layers: whole.append(1), 5.0)
+    stream = StreamedLayers(8, take, lambda layers: whole.append(1), lambda fault: pytest.fail(str(fault)), 5.0)
     pipeline = Pipeline([stream], depth=2)
     for used in range(8):
         stream[used]

@@ -34,9 +34,8 @@ from hf_blend.prompt.tokenizer import front_ids
 from hf_blend.sparse.partial.itf import probe_count, similarity, threshold
 from hf_blend.sparse.partial.loading import LoadReport, PartialLoading
 from hf_blend.sparse.partial.reader import keep_in_blocks
-from hf_blend.store.budget import Budget
 from hf_blend.store.chunk import ChunkKey
-from hf_blend.store.index import Index
+from hf_blend.store.eviction.base import HALF_LIFE_S
 from papers.paper_page import Groups, by_way, write_paper
 
 SHARE = 0.25
@@ -348,19 +347,26 @@ def _cached(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _replayed(policy: str, cap: float, requests: Sequence[Mapping[str, Any]]) -> float:
-    """Bytes that are not in memory when they are asked for, the chunks of a sample together."""
-    scores = plugins.load("store.eviction", policy)()
+    """Bytes that are not in memory when they are asked for, the chunks of a sample together.
+
+    A use counts half after 512 requests.
+    """
+    rule = plugins.load("store.eviction", policy)()
     read = 0
-    budget = Budget(int(cap), scores, Index(None, scores))
-    for line in requests:
+    scores: dict[str, float] = {}
+    sizes: dict[str, int] = {}
+    for number, line in enumerate(requests):
         name = line["id"]
+        now_s = number * HALF_LIFE_S / 512
         important = min(1.0, 1.0 - line["unseen_share"])
-        if name in budget.index:
-            budget.use(name)
+        if name in scores:
+            scores[name] = rule.score(scores[name], now_s, 1.0)
         else:
-            budget.add(name, line["loaded_bytes"])
+            scores[name] = now_s
+            sizes[name] = line["loaded_bytes"]
             read += line["loaded_bytes"]
-        budget.use(name, important)  # what was seen in it
-        for victim in budget.victims(0):
-            budget.remove(victim)
+        scores[name] = rule.score(scores[name], now_s, important - 1.0)  # what was seen in it
+        while sum(sizes.values()) > cap:
+            victim = min(scores, key=scores.__getitem__)
+            del scores[victim], sizes[victim]
     return read

@@ -20,7 +20,7 @@ INNER = {  # methods that the page shows with their arguments
 }
 LISTED = {  # methods and properties that it shows in a line
     "BlendCache": ("crop",),
-    "ChunkStore": ("prefetch", "flush", "close"),
+    "ChunkStore": ("check", "collect", "close"),
     "SequenceCache": ("remove", "copy", "keep", "shift", "divide", "inputs", "tokens", "positions"),
 }
 COMMON = {  # meanings of arguments that the page says once

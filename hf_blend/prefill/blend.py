@@ -124,7 +124,6 @@ class Prefill(LayerPass):
         if plan.replaced:
             self.context.report.computed_chunks += len(plan.replaced)
             self.context.report.loaded_chunks -= len(plan.replaced)
-        plan.release()
         if plan.pipeline is not None:
             plan.pipeline.close()
 

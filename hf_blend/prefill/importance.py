@@ -88,6 +88,6 @@ def report_importance(store: Any, chunks: Sequence[PlacedChunk], scores: Tensor)
             continue
         share = float(important[here].float().mean())
         if placed.is_whole:
-            store.note(placed.chunk.key, scores[here], share)
+            store.record_attention(placed.chunk.key, scores[here], share)
         else:
             store.record_importance(placed.chunk.key, share)

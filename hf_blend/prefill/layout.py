@@ -6,29 +6,19 @@ Stored chunks are compared with it before they are used. It is read off a forwar
 what a layer keeps is its own affair (latent attention, sixteen bits, keys of another width than values).
 """
 
-from dataclasses import replace
-
-import torch
 from torch import nn
 
 from ..model.capture import capture_chunk
 from ..model.fingerprint import per_model
 from ..model.modality import text_ids
-from ..store.chunk import Layout, norm_span
+from ..store.chunk import Layout
 
 __all__ = ["layout_of"]
 
 PROBE_TOKENS = 4
-SAME_NORM = 1.1  # largest over smallest cos² + sin²; tables of bfloat16 reach 1.02
 
 
 @per_model
 def layout_of(model: nn.Module) -> Layout:
     """The layout of a model's KV, found by one short forward and remembered until the fingerprint changes."""
-    chunk = capture_chunk(model, text_ids(model, PROBE_TOKENS).tolist(), (), "")
-    return replace(chunk.layout, norms=tuple(_norm(*table) for table in chunk.tables))
-
-
-def _norm(cos: torch.Tensor, sin: torch.Tensor) -> float | None:
-    span = norm_span(cos, sin)
-    return span[1] if span is not None and 0 < span[1] <= SAME_NORM * span[0] else None
+    return capture_chunk(model, text_ids(model, PROBE_TOKENS).tolist(), (), "").layout

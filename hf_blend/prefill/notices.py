@@ -30,7 +30,7 @@ def warn_once(notice: str) -> None:
 
 def why_nothing_found(store: ChunkStore, fingerprint: str, chunk_prefix_ids: Sequence[int], tokenizer: str) -> str:
     """Why nothing of a prompt is in a store."""
-    here, everywhere = store.counts(fingerprint)
+    here, everywhere = store.known(fingerprint)
     if not everywhere:
         return ""
     if not here:

@@ -22,7 +22,7 @@ from ..prompt.pieces import Span
 from ..rotary.regime import frequency_regime, scales_by_position
 from ..store import ChunkStore
 from ..store.chunk import ChunkKey, ChunkKV, ChunkSpan
-from ..store.stream import StreamedLayers
+from ..store.stream import LazyLayers, StreamedLayers
 from .layout import layout_of
 from .pipeline import Pipeline
 from .positions import TokenPositions
@@ -54,7 +54,8 @@ class PlacedChunk:
 
     def states(self, layer: int) -> tuple[Tensor, Tensor]:
         """Stored (K, V) of a layer, `[kv_heads, tokens, head_dim]` each, K rotated for the chunk's own positions."""
-        keys, values, *_ = self.chunk.layers[layer]
+        layers = self.chunk.layers
+        keys, values, *_ = layers.load(layer) if isinstance(layers, LazyLayers) else layers[layer]
         if self.is_whole:
             return keys, values
         return keys[:, self.inside], values[:, self.inside]
@@ -97,7 +98,6 @@ class Plan:
     uneven_chunks: int = 0  # computed because their tokens are at other distances from each other than in the store
     drafted: Sequence[int] = ()  # of each row, new tokens behind the prompt that was expected: those of a draft
     found: dict[str, Any] = field(default_factory=Counter)  # what was found and what it took: figures of the report
-    release: Callable[[], object] = lambda: None  # the store may evict the chunks
     _table: Tensor | None = None  # see `token_table`
 
     def begin(self, logits_rows: int = 1) -> "Plan":
@@ -233,7 +233,6 @@ class Planner:
         spans = [self._spans(row) for row in rows]
         keys = [span.key for own in spans for span in own]
         unloaded = self._advised(plan, keys) if self._store.controller is not None else set[ChunkKey]()
-        plan.release = self._store.protect({*keys} - unloaded, plan)
         placed = list[tuple[ChunkKey, Callable[..., PlacedChunk]]]()
         for number, (row, own) in enumerate(zip(rows, spans, strict=True)):
             loaded = [span for span in own if span.key not in unloaded]
@@ -339,8 +338,9 @@ class Planner:
         for key in keys:
             chunk = at_hand.get(key)
             if chunk is None:
-                compute = partial(_replace, plan.replaced, self._compute, key)
-                chunk = self._store.stream(key, compute, layout=layout)
+                chunk = self._store.stream(key, layout)
+                if chunk is not None and isinstance(chunk.layers, LazyLayers):
+                    chunk.layers.recompute = partial(_recompute, plan.replaced, self._store, self._compute, key)
             if chunk is not None and chunk.canary not in self._canaries and not is_of_model(self._model, chunk.canary):
                 self._store.reject(key, "canary")
                 chunk = None
@@ -364,11 +364,10 @@ class Planner:
         canary_of(self._model)  # found here once, and known where the chunks are computed
         plan.found["check_ms"] += 1e3 * (time.perf_counter() - began_s)
         for pack in [*([key] for key in alone), *together]:
-            with self._store.timed(*pack):
-                began_s = time.perf_counter()
-                chunks = self._compute(pack)
-                computed_s = time.perf_counter()
-                self._fetched.update({chunk.key: self._store.put(chunk) for chunk in chunks})
+            began_s = time.perf_counter()
+            chunks = self._compute(pack)
+            computed_s = time.perf_counter()
+            self._fetched.update({chunk.key: self._store.put(chunk) for chunk in chunks})
             plan.found["compute_ms"] += 1e3 * (computed_s - began_s)
             plan.found["store_ms"] += 1e3 * (time.perf_counter() - computed_s)
         plan.computed = len(missing)
@@ -386,7 +385,9 @@ def _known_key(fingerprint: str, chunk_prefix_ids: tuple[int, ...], ids: tuple[i
     return ChunkKey(fingerprint, chunk_prefix_ids, ids, namespace)
 
 
-def _replace(replaced: list[ChunkKey], compute: Callable[..., list[ChunkKV]], key: ChunkKey) -> ChunkKV:
-    """Compute a chunk alone. It knows no plan: the chunk keeps it, and would keep itself alive."""
+def _recompute(
+    replaced: list[ChunkKey], store: ChunkStore, compute: Callable[..., list[ChunkKV]], key: ChunkKey
+) -> ChunkKV:
+    """Compute a chunk alone, and store it. This knows no plan: the chunk keeps it, and would keep itself alive."""
     replaced.append(key)
-    return compute([key])[0]
+    return store.put(compute([key])[0])

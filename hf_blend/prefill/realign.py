@@ -20,7 +20,7 @@ from ..model.extras import Spans
 from ..rotary.base import RotaryStyle, compose
 from ..rotary.tables import Table
 from ..store.chunk import StackedLayers
-from ..store.stream import StreamedLayers
+from ..store.stream import LazyLayers, StreamedLayers
 from .copies import Copies
 from .plan import PlacedChunk
 from .report import BlendReport
@@ -287,7 +287,8 @@ class Realigner:
             if type(stored) is StackedLayers:  # an instance check of a Sequence takes longer
                 states = (stored.values if which else stored.keys)[layers.start : layers.stop]
             elif device is not None:
-                states = stored[layers.start][which][None]
+                layer = stored.load(layers.start) if isinstance(stored, LazyLayers) else stored[layers.start]
+                states = layer[which][None]
             else:
                 pair = stored.peek(layers.start) if isinstance(stored, StreamedLayers) else stored[layers.start]
                 if pair is None or len(pair) < 2:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ..chunk_store import ChunkStore
-    from .admin import EntryInfo
     from .chunk import ChunkKey, ChunkKV
+    from .store import EntryInfo
 
 __all__ = ["ChunkKV", "ChunkKey", "ChunkStore", "EntryInfo"]
 
-_HOMES = {"ChunkKey": ".chunk", "ChunkKV": ".chunk", "ChunkStore": "..chunk_store", "EntryInfo": ".admin"}
+_HOMES = {"ChunkKey": ".chunk", "ChunkKV": ".chunk", "ChunkStore": "..chunk_store", "EntryInfo": ".store"}
 
 
 def __getattr__(name: str) -> object:

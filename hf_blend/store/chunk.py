@@ -27,11 +27,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class ChunkKey:
-    """Everything that chunk KV depends on: two chunks with equal keys have the same KV.
-
-    Of an entry of a set `fingerprint` is the identity of the set, which names the model by the digests of its chunks
-    alone, and `chunk_prefix_ids` is the separator.
-    """
+    """Everything that chunk KV depends on: two chunks with equal keys have the same KV."""
 
     fingerprint: str
     chunk_prefix_ids: tuple[int, ...]
@@ -68,18 +64,10 @@ class Layout:
     layers: tuple[tuple[tuple[int, int, torch.dtype], ...], ...]
     tables: tuple[tuple[int, int, torch.dtype], ...]
     layer_table: tuple[int, ...]
-    norms: tuple[float | None, ...] = field(default=(), compare=False)
-
-    def fits_norms(self, tables: Sequence[tuple[Tensor, Tensor]]) -> bool:
-        """Say whether rotary tables turn without stretching, as the model's own do."""
-        return all(
-            norm is None or (span := norm_span(*table)) is None or norm / 1.2 < span[0] <= span[1] < norm * 1.2
-            for norm, table in zip(self.norms, tables, strict=False)
-        )
 
 
 class StackedLayers(Sequence[KV]):
-    """K and V of layers that are all alike, held as two tensors; what is asked for is a view, made then.
+    """K and V of layers that are all alike, as two tensors; a layer is a view.
 
     Shapes: keys `[layers, kv_heads, tokens, head_dim]`.
     """
@@ -88,18 +76,18 @@ class StackedLayers(Sequence[KV]):
         self.keys, self.values = keys, values
 
     @classmethod
-    @torch.inference_mode(False)  # tensors that count what is written to them: see `Guard`
+    @torch.inference_mode(False)  # requests in any mode share these tensors
     def of(cls, layers: Sequence[tuple[Tensor, ...]]) -> "StackedLayers | None":
         """Copy layers into two tensors on the CPU; None where they differ in kind, shape or dtype."""
         pairs = list(layers)
-        if (
-            not pairs
-            or any(len(pair) != 2 for pair in pairs)
-            or any(len({(tensor.shape, tensor.dtype) for tensor in parts}) > 1 for parts in zip(*pairs, strict=True))
-        ):
+        if not pairs or any(len(pair) != 2 for pair in pairs):
             return None
-        keys, values = (torch.stack([tensor.detach().cpu() for tensor in parts]) for parts in zip(*pairs, strict=True))
-        return cls(keys, values)
+        stacks = []
+        for parts in zip(*pairs, strict=True):  # all keys, then all values
+            if len({(tensor.shape, tensor.dtype) for tensor in parts}) > 1:
+                return None
+            stacks.append(torch.stack([tensor.detach().cpu() for tensor in parts]))
+        return cls(*stacks)
 
     def to(self, device: str) -> "StackedLayers":
         """The same layers on a device."""
@@ -121,7 +109,7 @@ class StackedLayers(Sequence[KV]):
 
 @dataclass(frozen=True, eq=False)
 class ChunkKV:
-    """The keys and values of one chunk computed alone behind the sink, with the sink cut off, or among those of a set.
+    """The keys and values of one chunk computed alone behind its chunk prefix, which is cut off.
 
     The tensors are shared with whoever asked for the chunk: never write to them.
     """
@@ -155,13 +143,8 @@ class ChunkKV:
         return Layout(layers, tables, self.layer_table)
 
     def fits(self, layout: Layout | None) -> bool:
-        """Whether its tensors look like a model's; found out once for the layout that is asked for again and again."""
-        if layout is None or self.__dict__.get("_fits") is layout:
-            return True
-        if self.layout != layout:
-            return False
-        self.__dict__["_fits"] = layout
-        return True
+        """Say whether its tensors look like a model's; None is any model's."""
+        return layout is None or self.layout == layout
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Walk over the tensors in stored order: tables first, then the states of one layer after the other."""
@@ -172,21 +155,13 @@ class ChunkKV:
             kinds = kinds_of(states)
             yield from ((f"layer.{index}.{kind}", tensor) for kind, tensor in zip(kinds, states, strict=True))
 
-    def buffers(self) -> Iterator[Tensor]:
-        """The tensors whose memory holds everything, in stored order; those of stacked layers are two."""
-        if not isinstance(self.layers, StackedLayers):
-            yield from (tensor for _, tensor in self.named_tensors())
-            return
-        yield from (tensor for table in self.tables for tensor in table)
-        yield from (self.layers.keys, self.layers.values)
-
     def map(self, change: Callable[[Tensor], Tensor]) -> "ChunkKV":
         """Apply a function to every tensor."""
         layers = tuple(tuple(map(change, states)) for states in self.layers)
         tables = tuple((change(cos), change(sin)) for cos, sin in self.tables)
         return replace(self, layers=layers, tables=tables)
 
-    def own_copy(self) -> "ChunkKV":
+    def dense_copy(self) -> "ChunkKV":
         """A dense copy on the CPU: what happens to these tensors later cannot reach it. Alike layers are stacked."""
         layers = StackedLayers.of(self.layers) or tuple(tuple(map(_dense_copy, states)) for states in self.layers)
         return replace(self, layers=layers, tables=tuple(tuple(map(_dense_copy, pair)) for pair in self.tables))
@@ -218,7 +193,7 @@ class ChunkKV:
             axes, tokens_axis = (3, 1) if name.startswith("layer") else (2, 0)
             if tensor.ndim != axes or tensor.shape[tokens_axis] != self.tokens:
                 raise StoreError(
-                    f"{name} of chunk {self.key.digest} has shape {tuple(tensor.shape)}, wanted {axes} axes with "
+                    f"{name} of chunk {self.key.digest} has shape {tuple(tensor.shape)}, expected {axes} axes with "
                     f"{self.tokens} tokens on axis {tokens_axis}. Capture the chunk again, without the sink."
                 )
             if not tensor.is_floating_point() or not has_usable_values(tensor):
@@ -234,7 +209,7 @@ def kinds_of(states: Sequence[object]) -> tuple[str, ...]:
     return _KINDS[len(states)]
 
 
-@torch.inference_mode(False)  # tensors that count what is written to them: see `Guard`
+@torch.inference_mode(False)  # requests in any mode share these tensors
 def _dense_copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
 
@@ -246,7 +221,7 @@ def _checked_ids(name: str, ids: Sequence[int]) -> tuple[int, ...]:
         raise ConfigError(f"{name} must be integers, got {ids!r:.80}. Tokenize the text first.") from error
     if checked and not 0 <= min(checked) <= max(checked) <= _MAX_TOKEN_ID:
         raise ConfigError(
-            f"{name} has {min(checked)} … {max(checked)}, wanted 0 … {_MAX_TOKEN_ID}. Use the tokenizer's own ids."
+            f"{name} has {min(checked)} … {max(checked)}, expected 0 … {_MAX_TOKEN_ID}. Use the tokenizer's own ids."
         )
     return checked
 
@@ -280,14 +255,6 @@ def has_usable_values(states: Tensor) -> bool:
     bits = states.detach().cpu().view(_BITS[states.element_size()])
     limit, sign = _bounds(states.dtype)
     return int(bits.max()) <= limit and int(bits.numpy().view(f"u{bits.element_size()}").max()) <= limit + sign
-
-
-def norm_span(cos: Tensor, sin: Tensor) -> tuple[float, float] | None:
-    """The smallest and the largest cos² + sin² of a rotary table; None where the two have other shapes or no entry."""
-    if cos.shape != sin.shape or not cos.numel():
-        return None
-    low, high = torch.aminmax(cos.square() + sin.square())
-    return float(low), float(high)
 
 
 @cache

@@ -14,14 +14,25 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["Run", "hashes", "longest_run", "pack_tokens", "unpack_tokens", "window_of"]
+__all__ = [
+    "BEHIND",
+    "WINDOW",
+    "Run",
+    "hashes",
+    "pack_tokens",
+    "run_around",
+    "unpack_tokens",
+    "window_of",
+    "without_overlap",
+]
 
 WINDOW = 8  # tokens; stored chunks are recognised by windows of so many, and whole ones by so many of their first
+BEHIND = 16  # tokens behind a window, by which chunks that share it are told apart
 EDGE_TOKENS = 8  # so many of the first tokens may differ
 _LEAST_TOKENS = 16  # a shorter run is used only where nearly all of the chunk is in it
 _LEAST_SHARE = 4  # … and one of less than a quarter never: reading the entry would cost more than it saves
 _WIDTH = 4  # bytes of a packed token
-_FACTORS = np.random.default_rng(0).integers(1, 1 << 62, WINDOW, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+_FACTORS = np.random.default_rng(0).integers(1, 1 << 62, BEHIND, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
 
 
 class Run(NamedTuple):
@@ -50,17 +61,17 @@ class Run(NamedTuple):
         return Run(first, self.packed, self.first + first - self.start, max(0, last - first))
 
 
-def without_overlap(complete: Iterable[Run], runs: Iterable[Run]) -> list[Run]:
+def without_overlap(runs: Iterable[Run]) -> list[Run]:
     """Choose a chunk for each token of a prompt: the longest run first, shorter ones keep what does not overlap."""
-    taken: list[Run] = []
-    for run in sorted([*complete, *runs], key=lambda span: (-span.tokens, span.start, span.first)):
-        offset = bisect_left(taken, run.start, key=lambda span: span.start)
-        left = taken[offset - 1].stop if offset else 0
-        right = taken[offset].start if offset < len(taken) else run.stop
+    chosen: list[Run] = []
+    for run in sorted(runs, key=lambda span: (-span.tokens, span.start, span.first)):
+        offset = bisect_left(chosen, run.start, key=lambda span: span.start)
+        left = chosen[offset - 1].stop if offset else 0
+        right = chosen[offset].start if offset < len(chosen) else run.stop
         rest = run.between(left, right)
         if rest == run or rest.is_worth_reading:
-            taken.insert(offset, rest)
-    return taken
+            chosen.insert(offset, rest)
+    return chosen
 
 
 def hashes(ids: np.ndarray, width: int) -> np.ndarray:
@@ -75,27 +86,24 @@ def hashes(ids: np.ndarray, width: int) -> np.ndarray:
     return sums
 
 
-def window_of(ids: np.ndarray) -> tuple[int, np.ndarray] | None:
-    """Give the offset of the window by which a chunk is recognised, and its ids.
+def window_of(ids: np.ndarray) -> int | None:
+    """Give the offset of the window by which a chunk is recognised.
 
     None where there are too few tokens, or where it repeats so few that it would be seen everywhere.
     """
     offset = max(0, min(EDGE_TOKENS, (len(ids) - WINDOW) // 2))
     window = ids[offset : offset + WINDOW]
-    return (offset, window) if len(window) == WINDOW and len(np.unique(window)) > WINDOW // 4 else None
+    if len(window) < WINDOW or len(np.unique(window)) <= WINDOW // 4:
+        return None
+    return offset
 
 
-def longest_run(chunks: Iterable[bytes], prompt: bytes, at: int, offset: int) -> Run:
-    """The longest run of equal tokens around a window: at position `at` of the prompt, at `offset` of each chunk."""
-    runs = (_run(packed, prompt, _WIDTH * at, _WIDTH * offset) for packed in chunks)
-    return max(runs, key=lambda run: run.tokens, default=Run(at, b"", 0, 0))
-
-
-def _run(packed: bytes, raw: bytes, at: int, offset: int) -> Run:
-    """The tokens of a chunk and of a prompt that agree around a window; positions are in bytes."""
-    behind = _agreement(packed[offset:], raw[at : at + len(packed) - offset])
-    before = _agreement(packed[:offset], raw[max(0, at - offset) : at], from_end=True)
-    return Run(at // _WIDTH - before, packed, offset // _WIDTH - before, before + behind)
+def run_around(packed: bytes, prompt: bytes, position: int, offset: int) -> Run:
+    """Give the run of equal tokens around a window, at a position of the prompt and at an offset of the chunk."""
+    start, inside = _WIDTH * position, _WIDTH * offset
+    behind = _agreement(packed[inside:], prompt[start : start + len(packed) - inside])
+    before = _agreement(packed[:inside], prompt[max(0, start - inside) : start], from_end=True)
+    return Run(position - before, packed, offset - before, before + behind)
 
 
 def _agreement(left_ids: bytes, other: bytes, from_end: bool = False) -> int:

@@ -1,19 +1,22 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""One chunk as an entry and back: every byte is checked before it is handed out.
+"""One chunk as an entry and back: every byte is verified once, where it enters, before it is handed out.
 
 The entry holds, in this order: token ids, the ids of the chunk prefix, the rotary tables, then the states of one layer
 after the other, so that a layer is one read. The header names the codec of the states, and their dtype where it packs
 them into another one: `raw`, or `int8:BF16`.
 
-An entry in blocks can be read in part, too: its tokens are in another order, which stands behind the ids, with the
-digests of all blocks: a block has the keys, or the values, of some tokens in one layer and one KV head.
+Verified are, each for what no other sees: the seal of the header (damage, before anything is parsed), its canonical
+form (no second reading of what it says), the ids and the fingerprint (the chunk that was asked for), the layout (the
+model that asks), and the digest of each tensor (its bytes).
 """
 
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +24,7 @@ from torch import Tensor
 
 from .. import plugins
 from ..errors import ConfigError, PluginNotFoundError, StoreError
-from .chunk import ChunkKey, ChunkKV, Layout, has_usable_values, kinds_of
+from .chunk import ChunkKey, ChunkKV, Layout, kinds_of
 from .codecs.base import Codec
 from .format import (
     DTYPES,
@@ -29,37 +32,20 @@ from .format import (
     EntryFile,
     Header,
     TensorPlan,
-    bytes_of,
     compact,
-    digest_of,
     hash_namespace,
     pack_entry,
     read_raw_header,
-    tensor_digest,
 )
 from .tiers.base import EntryFault, Source, as_fault
 
-__all__ = ["EntryReader", "Packing", "encode_entry", "read_key", "stored_as"]
+__all__ = ["EntryFormat", "EntryReader", "PackedChunk", "Packing", "read_key"]
 
 KIND = "hf_blend.chunk/2"
-BLOCKS = "hf_blend.blocks/4"
-KINDS = (KIND, BLOCKS)
 PROVENANCE = "isolated"  # computed from the chunk alone; KV cut out of a live request has no way into the store
-_TEXTS = ("provenance", "key", "fingerprint", "namespace", "codec", "canary", "layer_table", "digests")
+TEXTS = ("provenance", "key", "fingerprint", "namespace", "codec", "canary", "layer_table", "digests")
 _MAX_BYTES_PER_TOKEN = 64 << 20  # ten times the KV of the widest models known; more is not a chunk
 _MAX_IDS = 1 << 24
-
-
-def stored_as(chunk: ChunkKV, codec: str) -> ChunkKV:
-    """Give a chunk as it will be read again."""
-    packing = Packing(codec, plugins.load("store.codecs", codec)(), None)
-    if packing.codec.is_exact:
-        return chunk
-    layers = tuple(
-        tuple(packing.again(kind, tensor) for kind, tensor in zip(kinds_of(states), states, strict=True))
-        for states in chunk.layers
-    )
-    return replace(chunk, layers=layers)
 
 
 @dataclass(frozen=True)
@@ -72,8 +58,8 @@ class Packing:
 
     @classmethod
     def of_chunk(cls, chunk: ChunkKV, codec: str) -> "Packing":
-        """The packing of a chunk that is to be stored; raises StoreError if its states are of several dtypes."""
-        dtypes = {states.dtype for layer in chunk.layers for states in layer}
+        """Choose the packing of a chunk to be stored; raises StoreError if its states are of several dtypes."""
+        dtypes = {dtype for layer in chunk.layout.layers for _, _, dtype in layer}
         packing = cls(codec, plugins.load("store.codecs", codec)(), min(dtypes, key=str, default=None))
         if len(dtypes) > 1 and not packing.codec.is_exact:
             raise StoreError(
@@ -84,7 +70,7 @@ class Packing:
 
     @classmethod
     def of_text(cls, text: str) -> "Packing":
-        """The packing that an entry names; raises EntryFault("codec") if there is none of that name."""
+        """Find the packing that an entry names; raises EntryFault("codec") if there is none of that name."""
         name, _, dtype = text.partition(":")
         with contextlib.suppress(PluginNotFoundError, KeyError):
             packing = cls(name, plugins.load("store.codecs", name)(), DTYPES[dtype] if dtype else None)
@@ -97,79 +83,98 @@ class Packing:
         """What the header says."""
         return self.name if self.codec.is_exact else f"{self.name}:{NAMES.get(self.dtype)}"
 
-    def named_tensors(self, chunk: ChunkKV) -> Iterator[tuple[str, Tensor]]:
-        """Walk over the tensors that are stored for a chunk, in stored order."""
-        for name, tensor in chunk.named_tensors():
-            kind = name.rpartition(".")[2]
-            if not name.startswith("layer."):
-                yield name, tensor
-                continue
-            for field, packed in zip(self.codec.parts(kind), self.codec.pack(kind, tensor), strict=True):
-                yield name + field.suffix, packed
-
     def states(self, take: Callable[[str], Tensor], index: int, kind: str) -> Tensor:
         """Unpack keys, values or projections of one layer.
 
         Shape: `[kv_heads, tokens, head_dim]`.
         """
-        packed = {field.suffix: take(f"layer.{index}.{kind}{field.suffix}") for field in self.codec.parts(kind)}
+        packed = {part.suffix: take(f"layer.{index}.{kind}{part.suffix}") for part in self.codec.parts(kind)}
         with as_fault(f"layer {index}"):
-            states = self.codec.unpack(kind, packed, self.dtype)
-        if not has_usable_values(states):
-            raise EntryFault("values", f"layer {index} holds NaN, infinity or absurd values in {kind}")
-        return states
-
-    def again(self, kind: str, states: Tensor) -> Tensor:
-        """Pack and unpack states."""
-        packed = zip(self.codec.parts(kind), self.codec.pack(kind, states), strict=True)
-        return self.codec.unpack(kind, {field.suffix: tensor for field, tensor in packed}, states.dtype)
+            return self.codec.unpack(kind, packed, self.dtype)
 
 
-def encode_entry(
-    chunk: ChunkKV,
-    codec: str = "raw",
-    order: Sequence[int] | None = None,
-    block_tokens: int = 0,
-) -> list[memoryview]:
-    """Write a chunk as an entry, in blocks where an order of its tokens is given; equal arguments give equal bytes."""
-    key, packing = chunk.key, Packing.of_chunk(chunk, codec)
+class PackedChunk:
+    """A chunk as it is written, and as it will be read again."""
+
+    def __init__(self, chunk: ChunkKV, codec: str) -> None:
+        packing = Packing.of_chunk(chunk, codec)
+        self.key = chunk.key
+        self.chunk = chunk  # as it will be read again
+        self._codec = packing.text
+        self._tensors: list[tuple[str, Tensor]] = []
+        if packing.codec.is_exact:
+            self._tensors += chunk.named_tensors()
+            return
+        for index, table in enumerate(chunk.tables):
+            self._tensors += zip((f"table.{index}.cos", f"table.{index}.sin"), table, strict=True)
+        layers = []
+        for index, states in enumerate(chunk.layers):
+            read_again = []
+            for kind, tensor in zip(kinds_of(states), states, strict=True):
+                packed = dict(zip(packing.codec.parts(kind), packing.codec.pack(kind, tensor), strict=True))
+                by_suffix = {part.suffix: content for part, content in packed.items()}
+                self._tensors += ((f"layer.{index}.{kind}{suffix}", part) for suffix, part in by_suffix.items())
+                read_again.append(packing.codec.unpack(kind, by_suffix, tensor.dtype))
+            layers.append(tuple(read_again))
+        self.chunk = replace(chunk, layers=tuple(layers))
+
+    @cached_property
+    def parts(self) -> list[memoryview]:
+        """The bytes of the entry; equal chunks give equal bytes."""
+        return pack_entry(KIND, about_chunk(self.chunk, self._codec), [*ids_of(self.key), *self._tensors])
+
+
+class EntryFormat:
+    """What an entry of a store looks like."""
+
+    kinds: tuple[str, ...] = (KIND,)  # that can be read
+
+    def __init__(self, codec: str) -> None:
+        self.codec = codec
+
+    def pack(self, chunk: ChunkKV) -> PackedChunk:
+        """Pack a chunk, which must not change until it was written."""
+        return PackedChunk(chunk, self.codec)
+
+    def open(self, source: Source, key: ChunkKey, layout: Layout | None) -> "EntryReader":
+        """Check the header of an entry against a key and a layout; raises EntryFault."""
+        return EntryReader(source, key, layout)
+
+
+def about_chunk(chunk: ChunkKV, codec: str) -> dict[str, str]:
+    """Give the texts of a chunk's header."""
     about = {
         "provenance": PROVENANCE,
-        "key": key.digest,
-        "fingerprint": key.fingerprint,
-        "namespace": hash_namespace(key.namespace),
-        "codec": packing.text,
+        "key": chunk.key.digest,
+        "fingerprint": chunk.key.fingerprint,
+        "namespace": hash_namespace(chunk.key.namespace),
+        "codec": codec,
         "canary": chunk.canary,
         "layer_table": compact(chunk.layer_table),
         "digests": "",
-        **({"tokenizer": chunk.tokenizer} if chunk.tokenizer else {}),
     }
-    first = [
-        ("token_ids", torch.tensor(key.token_ids)),
-        ("chunk_prefix_ids", torch.tensor(key.chunk_prefix_ids, dtype=torch.int64)),
-    ]
-    if order is None:
-        return pack_entry(KIND, about, [*first, *packing.named_tensors(chunk)])
-    index = torch.tensor(list(order))
-    layers = [tuple(states.index_select(1, index) for states in pair) for pair in chunk.layers]
-    heads = [head for pair in layers for states in pair for head in states]
-    digests = [digest_of(bytes_of(block)) for head in heads for block in head.split(block_tokens)]
-    packed = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).view(len(digests), -1)
-    first += [("order", index), ("block_digests", packed)]
-    about["block_tokens"] = str(block_tokens)
-    return pack_entry(BLOCKS, about, [*first, *replace(chunk, layers=layers).named_tensors()])
+    if chunk.tokenizer:
+        about["tokenizer"] = chunk.tokenizer
+    return about
 
 
-def read_key(source: Source, namespace: str) -> ChunkKey:
+def ids_of(key: ChunkKey) -> list[tuple[str, Tensor]]:
+    """Give the first tensors of an entry."""
+    prefix = torch.tensor(key.chunk_prefix_ids, dtype=torch.int64)
+    return [("token_ids", torch.tensor(key.token_ids)), ("chunk_prefix_ids", prefix)]
+
+
+def read_key(source: Source, namespace: str, kinds: Sequence[str] = (KIND,)) -> ChunkKey:
     """Find out which chunk an entry holds, without reading its KV, from the sealed header and ids that prove it.
 
     Listing does this for each entry; the whole header is checked when its chunk is read.
     """
     raw = read_raw_header(source)
-    rows = Header.peek(raw, KINDS)
+    rows: dict[str, Any] = Header.peek(raw, kinds)
     with as_fault("the header"):
-        digest, fingerprint, space = (str(rows["__metadata__"][name]) for name in ("key", "fingerprint", "namespace"))
-        tokens, prefix = (int(rows[name]["shape"][0]) for name in ("token_ids", "chunk_prefix_ids"))
+        about = rows["__metadata__"]
+        digest, fingerprint, space = str(about["key"]), str(about["fingerprint"]), str(about["namespace"])
+        tokens, prefix = int(rows["token_ids"]["shape"][0]), int(rows["chunk_prefix_ids"]["shape"][0])
     if space != hash_namespace(namespace):
         raise EntryFault("namespace", f"the entry {digest} belongs to another namespace", corrupt=False)
     if not (tokens >= 0 and prefix >= 0 and tokens + prefix <= _MAX_IDS):
@@ -190,58 +195,56 @@ def read_key(source: Source, namespace: str) -> ChunkKey:
 class EntryReader:
     """An entry whose header was checked against its key; tensors are read and checked when they are asked for."""
 
+    kinds: tuple[str, ...] = (KIND,)
+    extra_texts: tuple[str, ...] = ()  # of the header, behind those of every entry
+
     def __init__(self, source: Source, key: ChunkKey, layout: Layout | None = None) -> None:
-        self._file = EntryFile(source, KINDS)
-        self.key, self.header, self._expected = key, self._file.header, layout
-        self.in_blocks = self.header.kind == BLOCKS
-        self._back: Tensor | None = None  # where each token is, of an entry in blocks
+        self._file = EntryFile(source, self.kinds)
+        self.key = key
+        self.header = self._file.header
         with as_fault("the header"):
             self._check_header()
         if layout is not None and layout != self.layout:
             raise EntryFault("layout", f"{self.layout!r:.160} is not what the model has: {layout!r:.160}")
         if self._read_ids() != (key.token_ids, key.chunk_prefix_ids):
             raise EntryFault("key", f"the entry holds other tokens than those of {key.digest}")
-        if self.in_blocks:
-            self._read_order()
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the chunk in memory, in bytes."""
-        values = sum(heads * width * dtype.itemsize for forms in self.layout.layers for heads, width, dtype in forms)
-        tables = sum((cos + sin) * dtype.itemsize for cos, sin, dtype in self.layout.tables)
-        return len(self.key.token_ids) * (values + tables)
-
-    @torch.inference_mode(False)  # tensors that count what is written to them: see `Guard`
+    @torch.inference_mode(False)  # requests in any mode share these tensors
     def read(self) -> ChunkKV:
         """Read everything into one buffer."""
         take = self._file.taker(self._file.start, self.header.nbytes)
         with as_fault("the entry"):
             layers = tuple(self._states(take, index) for index in range(len(self._kinds)))
-            return self.chunk(layers, self._checked_tables(take))
+            return self.chunk(layers, self._read_tables(take))
 
     def chunk(self, layers: Sequence[tuple[Tensor, ...]], tables: tuple[tuple[Tensor, Tensor], ...]) -> ChunkKV:
         """Make the chunk of tensors that were read."""
         about = self.header.about
         chunk = ChunkKV(self.key, layers, tables, self.layer_table, about["canary"], about.get("tokenizer", ""))
-        chunk.__dict__["layout"] = self.layout  # a cached property
+        chunk.__dict__["layout"] = self.layout  # a cached property, which would read every layer
         return chunk
 
-    @torch.inference_mode(False)  # tensors that count what is written to them: see `Guard`
+    @torch.inference_mode(False)  # requests in any mode share these tensors
     def layers(self, first: int, least_bytes: int = 0) -> list[tuple[Tensor, ...]]:
         """Read the states of one layer or a few, each `[kv_heads, tokens, head_dim]` as in `ChunkKV.layers`."""
-        start, stop, last = self._layer_start(first), self._layer_start(first + 1), first + 1
-        while stop - start < least_bytes and last < len(self._kinds):
+        start = self._layer_start(first)
+        last = first + 1
+        while self._layer_start(last) - start < least_bytes and last < len(self._kinds):
             last += 1
-            stop = self._layer_start(last)
-        take = self._file.taker(start, stop - start)
+        take = self._file.taker(start, self._layer_start(last) - start)
         with as_fault("the entry"):
             return [self._states(take, index) for index in range(first, last)]
 
-    @torch.inference_mode(False)  # tensors that count what is written to them: see `Guard`
+    @torch.inference_mode(False)  # requests in any mode share these tensors
     def tables(self) -> tuple[tuple[Tensor, Tensor], ...]:
         """Read the rotary tables, as in `ChunkKV.tables`; raises as `layers` does."""
         with as_fault("the entry"):
-            return self._checked_tables(self._file.taker(self._file.start, self._layer_start(0) - self._file.start))
+            return self._read_tables(self._file.taker(self._file.start, self._layer_start(0) - self._file.start))
+
+    def leading_forms(self) -> Iterator[tuple[str, int, int | None, int]]:
+        """Give name, number of axes, which of them counts tokens, and how many, of what is before the tables."""
+        yield ("token_ids", 1, 0, len(self.key.token_ids))
+        yield ("chunk_prefix_ids", 1, 0, len(self.key.chunk_prefix_ids))
 
     def _check_header(self) -> None:
         """Refuse a header that is not that of the key's chunk, and find out what the entry holds."""
@@ -251,19 +254,18 @@ class EntryReader:
         if about["key"] != key.digest or about["namespace"] != hash_namespace(key.namespace):
             raise EntryFault("key", f"the entry is of chunk {about['key']}")
         self._packing = Packing.of_text(about["codec"])
-        self.layer_table = tuple(map(int, json.loads(about["layer_table"])))
-        texts = (*_TEXTS, *(["tokenizer"] if about.get("tokenizer") else []), *["block_tokens"] * self.in_blocks)
-        if tuple(about) != texts or about["provenance"] != PROVENANCE:
+        texts = [text for text in about if text != "tokenizer" or not about[text]]
+        if tuple(texts) != (*TEXTS, *self.extra_texts) or about["provenance"] != PROVENANCE:
             raise EntryFault("format", f"the header says {', '.join(about)!r:.200}, as no entry of a chunk does")
-        tables = sum(name.startswith("table.") for name in plans) // 2
-        are_there = all(-1 <= table < tables for table in self.layer_table)
+        self._tables = sum(name.startswith("table.") for name in plans) // 2
+        self.layer_table = tuple(map(int, json.loads(about["layer_table"])))
+        are_there = all(-1 <= table < self._tables for table in self.layer_table)
         if not are_there or compact(self.layer_table) != about["layer_table"]:
             raise EntryFault("format", f"layer_table names a table that is not there: {self.layer_table!r:.80}")
-        self._kinds = tuple(
-            kinds_of(range(2 * (f"layer.{index}.k" in plans) + (f"layer.{index}.p" in plans)))
-            for index in range(len(self.layer_table))
-        )
-        self._tables = tables
+        self._kinds = []
+        for index in range(len(self.layer_table)):
+            count = 2 * (f"layer.{index}.k" in plans) + (f"layer.{index}.p" in plans)
+            self._kinds.append(kinds_of(range(count)))
         expected = list(self._forms())
         if len(expected) != len(plans) or not all(map(_fits, self.header.tensors, expected)):
             raise EntryFault("format", f"names or shapes are not those of a chunk of {len(key.token_ids)} tokens")
@@ -276,44 +278,36 @@ class EntryReader:
             raise EntryFault("format", f"{self.header.nbytes} bytes are too many for {len(key.token_ids)} tokens")
 
     def _forms(self) -> Iterator[tuple[str, int, int | None, int]]:
-        """Give name, number of axes, which of them counts tokens, and how many, of what the entry must hold."""
+        """Give the forms, as `leading_forms` does, of all that the entry must hold."""
         tokens = len(self.key.token_ids)
-        yield ("token_ids", 1, 0, tokens)
-        yield ("chunk_prefix_ids", 1, 0, len(self.key.chunk_prefix_ids))
-        if self.in_blocks:
-            yield from (("order", 1, 0, tokens), ("block_digests", 2, None, 0))
+        yield from self.leading_forms()
         for index in range(self._tables):
-            yield from ((f"table.{index}.{side}", 2, 0, tokens) for side in ("cos", "sin"))
+            for side in ("cos", "sin"):
+                yield (f"table.{index}.{side}", 2, 0, tokens)
         for index, kinds in enumerate(self._kinds):
             for kind in kinds:
-                for field in self._packing.codec.parts(kind):
-                    yield (f"layer.{index}.{kind}{field.suffix}", field.axes, field.tokens_axis, tokens)
+                for part in self._packing.codec.parts(kind):
+                    yield (f"layer.{index}.{kind}{part.suffix}", part.axes, part.tokens_axis, tokens)
 
     def _layout(self) -> Layout:
-        packing, plans = self._packing, {plan.name: plan for plan in self.header.tensors}
-
-        def form(index: int, kind: str) -> tuple[int, int, torch.dtype]:
-            plan = plans[f"layer.{index}.{kind}{packing.codec.parts(kind)[0].suffix}"]
-            width = plan.shape[2] * packing.codec.values_per_item
-            return plan.shape[0], width, packing.dtype or DTYPES[plan.dtype]
-
-        def table(index: int) -> tuple[int, int, torch.dtype]:
-            cos, sin = (plans[f"table.{index}.{side}"] for side in ("cos", "sin"))
-            return cos.shape[1], sin.shape[1], DTYPES[cos.dtype]
-
-        layers = tuple(tuple(form(index, kind) for kind in kinds) for index, kinds in enumerate(self._kinds))
-        return Layout(layers, tuple(map(table, range(self._tables))), self.layer_table)
-
-    def _checked_tables(self, take: Callable[[str], Tensor]) -> tuple[tuple[Tensor, Tensor], ...]:
-        """The rotary tables, none with absurd values or such as stretch what they rotate where the model's do not."""
-        tables = tuple((take(f"table.{index}.cos"), take(f"table.{index}.sin")) for index in range(self._tables))
-        are_usable = all(has_usable_values(tensor) for pair in tables for tensor in pair)
-        if not are_usable or (self._expected is not None and not self._expected.fits_norms(tables)):
-            raise EntryFault("values", f"a table of {len(tables)} holds NaN or infinity, or stretches what it turns")
-        return tables
+        packing = self._packing
+        plans = {plan.name: plan for plan in self.header.tensors}
+        layers = []
+        for index, kinds in enumerate(self._kinds):
+            forms = []
+            for kind in kinds:
+                plan = plans[f"layer.{index}.{kind}{packing.codec.parts(kind)[0].suffix}"]
+                width = plan.shape[2] * packing.codec.values_per_item
+                forms.append((plan.shape[0], width, packing.dtype or DTYPES[plan.dtype]))
+            layers.append(tuple(forms))
+        tables = []
+        for index in range(self._tables):
+            cos, sin = plans[f"table.{index}.cos"], plans[f"table.{index}.sin"]
+            tables.append((cos.shape[1], sin.shape[1], DTYPES[cos.dtype]))
+        return Layout(tuple(layers), tuple(tables), self.layer_table)
 
     def _layer_start(self, index: int) -> int:
-        """Where the tensors of a layer begin in the file; the end of all for the layer behind the last."""
+        """Say where the tensors of a layer begin in the file; the end of all for the layer behind the last."""
         for later, kinds in enumerate(self._kinds[index:], index):
             if kinds:
                 first = self._packing.codec.parts(kinds[0])[0].suffix
@@ -328,28 +322,12 @@ class EntryReader:
         take = self._file.taker(self._file.start, sum(plan.nbytes for plan in plans))
         return tuple(tuple(take(plan.name).tolist()) for plan in plans)
 
-    def _read_order(self) -> None:
-        """Read the order of the tokens, and the digests of blocks, of which there must be so many."""
-        start, plan = self._file.plans["order"][1], self._file.plans["block_digests"]
-        with as_fault("the order of the tokens"):
-            take = self._file.taker(start, plan[1] + plan[0].nbytes - start)
-            self.order, self.block_digests = take("order"), bytes_of(take("block_digests"))
-            self.block_tokens = int(self.header.about["block_tokens"])
-            self.blocks = -(-len(self.key.token_ids) // self.block_tokens)
-            if self.order.dtype != torch.int64 or sorted(self.order.tolist()) != list(range(len(self.key.token_ids))):
-                raise EntryFault("format", f"the blocks do not hold each of {len(self.key.token_ids)} tokens once")
-            forms = {*self.layout.layers}
-            pair = forms.pop()
-            count = sum(form[0] for form in pair) * len(self.layer_table) * self.blocks
-            shape = (count, tensor_digest().digest_size)
-            is_alike = not forms and len(pair) == 2 and pair[0][::2] == pair[1][::2] and self._packing.codec.is_exact
-            if not is_alike or plan[0].shape != shape or min(self.block_tokens, count, *pair[0][:2], pair[1][1]) < 1:
-                raise EntryFault("format", f"{plan[0].shape} digests of blocks are not those of {self.layout!r:.120}")
-        self._back = self.order.argsort()
+    def _read_tables(self, take: Callable[[str], Tensor]) -> tuple[tuple[Tensor, Tensor], ...]:
+        return tuple((take(f"table.{index}.cos"), take(f"table.{index}.sin")) for index in range(self._tables))
 
     def _states(self, take: Callable[[str], Tensor], index: int) -> tuple[Tensor, ...]:
-        states = tuple(self._packing.states(take, index, kind) for kind in self._kinds[index])
-        return states if self._back is None else tuple(tensor.index_select(1, self._back) for tensor in states)
+        """Unpack the states of one layer, `[kv_heads, tokens, head_dim]` each."""
+        return tuple(self._packing.states(take, index, kind) for kind in self._kinds[index])
 
 
 def _fits(plan: TensorPlan, expected: tuple[str, int, int | None, int]) -> bool:

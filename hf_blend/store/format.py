@@ -3,9 +3,9 @@
 """The one format of stored entries, whatever their kind: named tensors under a sealed header.
 
 An entry is a safetensors file, so any safetensors reader opens it. Its header begins with the kind and a seal, at a
-fixed place, over all other bytes of the header: the seal is compared before anything is parsed. Then the header must
-be, byte for byte, what we would have written for what it says, so that renamed, reordered, repeated or padded content
-cannot pass. It holds a digest of each tensor: tensors can be read, checked and used one by one.
+fixed position, over all other bytes of the header: the seal is compared before anything is parsed. Then the header
+must be, byte for byte, what we would have written for what it says, so that renamed, reordered, repeated or padded
+content cannot pass. It holds a digest of each tensor: tensors can be read, checked and used one by one.
 
 A kind is a text such as "hf_blend.chunk/2"; the room that writes it checks what the header says besides.
 """
@@ -23,7 +23,6 @@ import xxhash
 from torch import Tensor
 
 from ..errors import StoreError
-from .seal import SEAL_SIZE, check_seal, seal
 from .tiers.base import EntryFault, Source, as_fault
 
 __all__ = ["DTYPES", "EntryFile", "Header", "TensorPlan", "digest_of", "hash_namespace", "pack_entry"]
@@ -34,6 +33,8 @@ KNOWN_HEADERS = 256  # parsed ones that are remembered: the same bytes say the s
 _MOST_AXES = 8
 _BLOCK_BYTES = 1 << 19  # a part of what a processor's second cache holds
 _OPENING = b'{"__metadata__":{'
+_SEALED_BY = b"sha256:"
+_SEAL_BYTES = len(_SEALED_BY) + 2 * hashlib.sha256().digest_size
 DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
@@ -83,7 +84,7 @@ class Header:
             start = stop
         begin = _beginning(self.kind)
         rest = b'",' + compact(rows).encode()[len(_OPENING) :]
-        size = len(begin) + SEAL_SIZE + len(rest)
+        size = len(begin) + _SEAL_BYTES + len(rest)
         rest += b" " * (-(8 + size) % 64)
         size += -(8 + size) % 64
         if size > HEADER_CAP_BYTES:
@@ -92,7 +93,7 @@ class Header:
                 f"are read back: {len(self.tensors)} tensors are too many for one entry."
             )
         begin = size.to_bytes(8, "little") + begin
-        return begin + seal(begin, rest) + rest
+        return begin + _seal(begin, rest) + rest
 
     @classmethod
     @lru_cache(maxsize=KNOWN_HEADERS)
@@ -131,7 +132,7 @@ class Header:
 def pack_entry(kind: str, about: Mapping[str, str], tensors: Iterable[tuple[str, Tensor]]) -> list[memoryview]:
     """Write tensors as an entry; equal content gives equal bytes.
 
-    A text of `about` may be named "digests" for its place among the others; those of the tensors take it.
+    A text of `about` may be named "digests" for its position among the others; those of the tensors take it.
     """
     plans, views = list[TensorPlan](), list[memoryview]()
     for name, tensor in tensors:
@@ -173,8 +174,9 @@ class EntryFile:
 
     def taker(self, start: int, nbytes: int) -> Callable[[str], Tensor]:
         """Read the tensors of a stretch of the file into one buffer, which is filled as far as they need it."""
-        buffer, fetched = _allocate(-(-nbytes // 64) * 64), 0
-        every, typed = memoryview(buffer.numpy())[:nbytes], {}
+        buffer = _allocate(-(-nbytes // 64) * 64)
+        view = memoryview(buffer.numpy())[:nbytes]
+        fetched = 0
 
         def take(name: str) -> Tensor:
             nonlocal fetched
@@ -182,21 +184,20 @@ class EntryFile:
             first = checked = offset - start
             end = first + plan.nbytes
             digest = tensor_digest()
-            while checked < end:  # by blocks that are checked before they leave the processor's cache
+            while checked < end:  # by blocks that are digested before they leave the processor's cache
                 while fetched <= checked:
-                    block = every[fetched : fetched + _BLOCK_BYTES]
+                    block = view[fetched : fetched + _BLOCK_BYTES]
                     self.source.read_into(start + fetched, block)
                     fetched += len(block)
-                digest.update(every[checked : min(fetched, end)])
+                digest.update(view[checked : min(fetched, end)])
                 checked = min(fetched, end)
             if digest.hexdigest() != plan.digest:
                 raise EntryFault("digest", f"{plan.name} is not what was stored")
             dtype = DTYPES[plan.dtype]
+            content = buffer[first:end]
             if first % dtype.itemsize:
-                return buffer[first:end].clone().view(dtype).view(plan.shape)
-            if dtype not in typed:
-                typed[dtype] = buffer.view(dtype)
-            return typed[dtype].as_strided(plan.shape, _strides(plan.shape), first // dtype.itemsize)
+                content = content.clone()
+            return content.view(dtype).view(plan.shape)
 
         return take
 
@@ -253,14 +254,24 @@ def _kind_of(raw: bytes, kinds: Sequence[str]) -> str:
     return next((kind for kind in kinds if raw[8:].startswith(_beginning(kind))), kinds[0])
 
 
+def _seal(*content: bytes) -> bytes:
+    state = hashlib.sha256(b"hf_blend.seal\0")
+    for piece in content:
+        state.update(piece)
+    return _SEALED_BY + state.hexdigest().encode()
+
+
 def _check_sealed(raw: bytes, kind: str) -> None:
-    """Compare the seal of a header, which is at a fixed place, with all other bytes of the header."""
+    """Compare the seal of a header, which is at a fixed position, with all other bytes of the header."""
     begin = _beginning(kind)
     start = 8 + len(begin)
+    if raw[8:].startswith(_OPENING + b'"format":"hf_blend.') and raw[8:start] != begin:
+        raise EntryFault("kind", f"the entry is none of {kind}: {raw[8:64]!r}", corrupt=False)
     if raw[8:start] != begin:
         raise EntryFault("format", f"the entry does not begin as one of {kind}: {raw[8:48]!r}")
-    stop = start + SEAL_SIZE
-    check_seal(raw[start:stop], raw[:start], raw[stop:])
+    stop = start + _SEAL_BYTES
+    if raw[start:stop] != _seal(raw[:start], raw[stop:]):
+        raise EntryFault("format", f"the seal {raw[start:stop]!r:.40} does not fit the {len(raw)} bytes of the header")
 
 
 def _checked_shape(shape: Sequence[Any]) -> tuple[int, ...]:
@@ -275,7 +286,3 @@ def _allocate(nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
     except RuntimeError as error:  # so torch says that memory is short
         raise MemoryError(str(error)) from error
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))

@@ -52,8 +52,8 @@ class TokenImportance:
         self._is_loaded = path is None
         self._lock = threading.RLock()
 
-    def note(self, digest: str, scores: Tensor, share: float) -> None:
-        """Take in what one request found.
+    def record(self, digest: str, scores: Tensor, share: float) -> None:
+        """Average what one request found with what was known.
 
         Shapes: scores `[tokens]`.
         """

@@ -1,605 +1,494 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a tier holds, in one SQLite file that processes share: names, sizes, order of eviction, and chunks by content.
+"""Which chunks of a namespace are stored, by what is in them: a log of their ids, read into a NumPy window index.
 
-The file may be lost, stale, damaged or forged at no harm to KV. The truth is the tier: a part of its listing is read
-again when its stamp is another one, or when its rows are not what they were when it was listed. What a row says of a
-chunk is used only if the name of the object, which is a digest of the chunk's key, proves it.
+The log is two files that grow: rows of one size, and the ids that they point to. It may be lost, stale, damaged or
+forged at no harm to KV: what a row says is used only if an entry has the name that is the digest of it, and each row
+has a checksum. Rows of entries that are gone stay until the log is written again.
 """
 
 import contextlib
-import errno
-import fcntl
-import json
+import hashlib
 import logging
-import math
 import os
-import shutil
-import sqlite3
-import stat
-import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import NamedTuple
 
 import numpy as np
-import xxhash
 
-from ..errors import ConfigError
-from .chunk import ChunkKey
-from .content import WINDOW, Run, hashes, longest_run, pack_tokens, unpack_tokens, window_of
-from .eviction.base import EvictionPolicy
-from .tiers.base import Tier
+from .chunk import ChunkKey, ChunkSpan
+from .content import (
+    BEHIND,
+    EDGE_TOKENS,
+    WINDOW,
+    Run,
+    hashes,
+    pack_tokens,
+    run_around,
+    unpack_tokens,
+    window_of,
+    without_overlap,
+)
+from .tiers.files import write_atomically
 
-__all__ = ["Group", "Index"]
+__all__ = ["MOST_DEAD", "ChunkIndex", "Listed", "logged_bytes"]
 
 logger = logging.getLogger(__name__)
 
-Answer = TypeVar("Answer")
-OnFault = Callable[[str], object]
-Use = tuple[str, float, float | None]  # name, time in seconds since 1970; which share was important, None is a use
-BUSY_S = 2.0  # for another process that writes
-DECAY = math.log(2) / 512  # of a frequency, per use of the tier
-NEW_SHARE = 0.3  # of the newest report in the moving average of the important share
-_PAGE = 5_000  # rows that are held at once
-_WARM_S = 0.05  # of a search, at most, for reading what saves later ones time
-_NEXT_TOKENS = 16  # behind a window: chunks that share it are in the order of these
-_NEAR, _ALIKE = 2, 64  # chunks that are compared with a prompt: of those before it, and of those like it
-_SIZE = "max(0, ifnull(CAST(nbytes AS INTEGER), 0))"  # so that no damaged row gives another type
-_TOKENS, _CREATED = "ifnull(CAST(tokens AS INTEGER), 0)", "ifnull(CAST(created AS REAL), 0)"
-_ENTER = (
-    "INSERT INTO objects(name, nbytes, created, owner, score, used, frequency) VALUES (?, ?, ?, ?, ?, ?, ?) "
-    "ON CONFLICT(name) DO UPDATE SET nbytes = excluded.nbytes, created = excluded.created"
+_ROW = np.dtype(
+    [
+        ("digest", "S32"),
+        ("start", "<u8"),  # in the file of ids
+        ("fingerprint", "<u4"),  # bytes; then come the ids of the chunk prefix, then those of the chunk
+        ("prefix", "<u4"),
+        ("tokens", "<u4"),
+        ("width", "<u4"),  # of the window, in tokens
+        ("offset", "<u4"),  # of the window in the chunk
+        ("flags", "<u4"),
+        ("group", "<u8"),
+        ("window", "<u8"),  # hash of the window and the group
+        ("behind", "<u8"),  # hash of the tokens behind the window
+        ("nbytes", "<u8"),
+        ("created", "<f8"),
+        ("check", "<u8"),
+    ]
 )
-_JOINED = (
-    "objects o LEFT JOIN chunks c ON c.id = o.chunk LEFT JOIN texts t ON t.id = o.chunk LEFT JOIN groups g "
-    "ON g.id = c.grp"
-)
-_CHANGED = "UPDATE parts SET digest = '' WHERE prefix IN (substr(?1, 1, 6), substr(?1, 1, 3), '')"
-_WIDTHS = (
-    f"SELECT value FROM json_each('{[*range(1, WINDOW + 1)]}') WHERE EXISTS "
-    "(SELECT 1 FROM chunks WHERE grp = ? AND width = value)"
-)
-_LIKE = "SELECT ids FROM chunks JOIN texts USING(id) WHERE grp = ?1 AND inside = ?2 AND at = ?3 AND next"
-_NEAREST = (
-    f"SELECT * FROM ({_LIKE} >= ?4 ORDER BY next LIMIT {_ALIKE}) UNION ALL "
-    f"SELECT * FROM ({_LIKE} < ?4 ORDER BY next DESC LIMIT {_NEAR})"
-)
-_FORMAT = 2
-_SCHEMA = (
-    "CREATE TABLE objects(name TEXT PRIMARY KEY, nbytes INTEGER, created REAL, score REAL, used REAL, "
-    "frequency REAL, share REAL, owner TEXT, chunk INTEGER) WITHOUT ROWID",
-    "CREATE INDEX by_score ON objects(score)",
-    "CREATE INDEX unread ON objects(name) WHERE chunk IS NULL",
-    "CREATE TABLE groups(id INTEGER PRIMARY KEY, owner TEXT, fingerprint TEXT, prefix BLOB, "
-    "UNIQUE(owner, fingerprint, prefix))",
-    "CREATE TABLE chunks(id INTEGER PRIMARY KEY AUTOINCREMENT, grp INTEGER, tokens INTEGER, width INTEGER, head TEXT, "
-    "at INTEGER, inside TEXT, next BLOB)",
-    "CREATE INDEX by_head ON chunks(grp, width, head, tokens)",
-    "CREATE INDEX by_inside ON chunks(grp, inside, at, next) WHERE inside IS NOT NULL",
-    "CREATE TABLE texts(id INTEGER PRIMARY KEY, ids BLOB)",
-    "CREATE TRIGGER gone AFTER DELETE ON objects BEGIN DELETE FROM chunks WHERE id = OLD.chunk; "
-    "DELETE FROM texts WHERE id = OLD.chunk; END",
-    "CREATE TABLE parts(prefix TEXT PRIMARY KEY, stamp TEXT, digest TEXT)",
-    "CREATE TABLE policy(name TEXT, uses REAL)",
-)
+_WORDS = _ROW.itemsize // 8
+_CHECKS = np.random.default_rng(1).integers(1, 1 << 62, _WORDS - 1, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+_WHOLE = 1  # flag: the chunk is known by its first tokens, and found only as a whole
+_IN_MEMORY = 2  # flag: the ids are not in the file, which could not be written
+_Read = Callable[[np.void, int, int], bytes]  # of the ids of a row: so many bytes from a start on
+_MOST_BYTES = 1 << 27  # of the ids of one row
+_MOST = 1 << 48  # bytes of an entry, and of the file of ids
+_MOST_ALIKE = 64  # chunks with the same window that are compared with a prompt token by token
+MOST_DEAD = 1000  # rows without an entry, and as many as there are others, before the log is written again
 
 
-class Index:
-    """The objects of one tier. Threads may share it; what cannot be read or written now raises OSError.
+class Listed(NamedTuple):
+    """A chunk that a row describes."""
 
-    The file is at `path`, None keeps it in memory; `on_fault` receives why a file was not used. A policy scores the
-    uses of objects.
+    key: ChunkKey
+    nbytes: int
+    created: float
+
+
+def logged_bytes(folder: Path) -> int:
+    """Sum the sizes of all entries that the logs in a folder know of, with those that are gone."""
+    total = 0
+    for path in folder.glob("*.rows"):
+        with contextlib.suppress(OSError):
+            raw = path.read_bytes()
+            rows = np.frombuffer(raw, _ROW, len(raw) // _ROW.itemsize)
+            total += int(rows["nbytes"][rows["nbytes"] < _MOST].sum())
+    return total
+
+
+class ChunkIndex:
+    """The chunks of one namespace. Threads may share it; what cannot be read or written now raises OSError.
+
+    The log is at `path` with the suffixes `.rows` and `.ids`; None keeps it in memory. `lock` keeps other processes
+    from writing it while a block runs.
     """
 
     def __init__(
-        self, path: Path | None = None, policy: EvictionPolicy | None = None, on_fault: OnFault | None = None
+        self,
+        namespace: str,
+        path: Path | None = None,
+        lock: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
-        self._path, self._on_fault, self._policy = path, on_fault or (lambda _: None), policy
+        self.namespace = namespace
+        self._rows_path = path and path.with_suffix(".rows")
+        self._ids_path = path and path.with_suffix(".ids")
+        self._file_lock = lock
         self._lock = threading.RLock()
-        self._inherited: list[Any] = []  # connections of the parent, which a child must not close
-        self._db: Any = None
-        self._pid = os.getpid()
-        self.doubts = 0  # how often it turned out that what was read may have been wrong
-        self._begin()
+        self._clear()
 
-    def _begin(self) -> None:
-        """Forget what was read of the file."""
-        self._parts: dict[str, str] = {}  # stamps of what is known to be in step
-        self._checked: set[str] = set()  # those whose rows were compared with their digest
-        self._windows, self._newest = np.zeros(1, np.uint64), 0  # hashes of heads and windows, sorted; of which chunk
-        self._doubted = False  # sizes that are known
-        self._uses = -1.0  # of all objects so far, by all processes; below nothing if that is not known yet
-
-    def enter(self, objects: Iterable[tuple[str, int, float, str | None]]) -> None:
-        """Enter objects (name, bytes, time of writing, owner) as used when written, or correct their size and time."""
-        uses = [self._first_use(*entry) for entry in objects]
-        self._write_rows((_ENTER, uses), (_CHANGED, [row[:1] for row in uses]))
-
-    def describe(self, said: Iterable[tuple[str, ChunkKey]], owner: str) -> None:
-        """Enter which chunk each of some objects holds; objects that are not entered are passed over."""
-        rows = [(name, key, pack_tokens(key.token_ids)) for name, key in said]
-
-        def act(db: Any) -> None:
-            for name, key, packed in rows:
-                if db.execute("SELECT 1 FROM objects WHERE name = ? AND chunk IS NULL", (name,)).fetchone():
-                    group = self._group(db, owner, key.fingerprint, key.chunk_prefix_ids, make=True)
-                    columns = "grp, tokens, width, head, at, inside, next"
-                    sql = f"INSERT INTO chunks({columns}) VALUES (?, ?, ?, ?, ?, ?, ?)"
-                    chunk = db.execute(sql, (group, *_recognised_by(np.frombuffer(packed, np.int32)))).lastrowid
-                    db.execute("INSERT INTO texts VALUES (?, ?)", (chunk, packed))
-                    db.execute("UPDATE objects SET chunk = ?, owner = ? WHERE name = ?", (chunk, owner, name))
-            db.executemany(_CHANGED, [(name,) for name, *_ in rows])
-
-        self._write(act)
-
-    def remove(self, *names: str) -> None:
-        """Remove objects, and the chunks that they hold."""
-        if rows := [(name,) for name in names if name in self]:
-            self._write_rows(("DELETE FROM objects WHERE name = ?", rows), (_CHANGED, rows))
-
-    def row(self, name: str) -> tuple[int, str | None] | None:
-        """Size and owner of an object."""
-        rows = self._read(f"SELECT {_SIZE}, owner FROM objects WHERE name = ?", name)
-        return rows[0] if rows else None
-
-    def __contains__(self, name: object) -> bool:
-        return bool(self._read("SELECT 1 FROM objects WHERE name = ?", name))
-
-    def nbytes(self, owner: str | None = None) -> int:
-        """Bytes of all objects, or of those of one owner."""
-        return int(self._read(f"SELECT total({_SIZE}) FROM objects WHERE ?1 IS NULL OR owner = ?1", owner)[0][0])
-
-    def larger(self, nbytes: int | None) -> list[str]:
-        """Names of the objects that are larger than that."""
-        return [row[0] for row in self._read(f"SELECT name FROM objects WHERE {_SIZE} > ?", nbytes)]
-
-    def in_order(self, owner: str | None = None) -> Iterator[tuple[str, int]]:
-        """Walk over names and sizes, the lowest score first; nobody may change the index meanwhile."""
-        count, score, last = 16, -math.inf, ""
-        while True:
-            sql = f"SELECT name, {_SIZE}, score FROM objects WHERE (score, name) > (?1, ?2) AND (?3 IS NULL OR "
-            page = self._read(f"{sql} owner = ?3) ORDER BY score, name LIMIT {count}", score, last, owner)
-            yield from (row[:2] for row in page)
-            if len(page) < count:
-                return
-            count, score, last = min(2 * count, _PAGE), page[-1][2], page[-1][0]
-
-    def note(self, uses: Sequence[Use]) -> None:
-        """Record uses of objects and reports of their important share; unknown names are passed over."""
-        records: dict[str, tuple[float, float, float | None]] = {}
-        self._uses = max(self._count_uses(), self._stored_uses())  # others count, too
-        for name, time_s, share in uses:
-            self._uses += share is None
-            if (use := records.get(name) or self._last_use(name)) is None:
-                continue
-            used_s, frequency, average = use
-            if share is None:
-                used_s, frequency = time_s, one_more(frequency, self._uses)
-            else:
-                average = share if average is None else average + NEW_SHARE * (share - average)
-            records[name] = used_s, frequency, average
-        rows = [(self._score(*use), *use, name) for name, use in records.items()]
-        sql = "UPDATE objects SET score = ?, used = ?, frequency = ?, share = ? WHERE name = ?"
-        if uses:
-            self._write_rows((sql, rows), ("UPDATE policy SET uses = ?", [(self._uses,)]))
-
-    def _first_use(self, name: str, nbytes: int, created: float, owner: str | None = None) -> tuple[Any, ...]:
-        """The row of an object that was used once, when it was written."""
-        self._uses = self._count_uses() + 1
-        use = (created, DECAY * self._uses)
-        return name, nbytes, created, owner, self._score(*use, None), *use
-
-    def _last_use(self, name: str) -> tuple[float, float, float | None] | None:
-        """Time of the last use, frequency and important share; a file that others wrote may hold any numbers."""
-        sql = "ifnull(CAST(used AS REAL), 0), ifnull(CAST(frequency AS REAL), 0), min(1, max(0, CAST(share AS REAL)))"
-        rows = self._read(f"SELECT {sql} FROM objects WHERE name = ?", name)
-        return (rows and (rows[0] if math.isfinite(sum(rows[0][:2])) else (0.0, 0.0, None))) or None
-
-    def _score(self, used_s: float, frequency: float, share: float | None) -> float:
-        return 0.0 if self._policy is None else self._policy.score(used_s, frequency, 1.0 if share is None else share)
-
-    def _stored_uses(self) -> float:
-        ((uses,),) = self._read("SELECT total(CAST(uses AS REAL)) FROM policy")
-        return uses if 0 <= uses < 1e15 else 0.0
-
-    def _count_uses(self) -> float:
-        """Count the uses so far; scores that another policy made are made again."""
-        if self._uses < 0:
-            self._uses, kind = self._stored_uses(), type(self._policy).__qualname__
-            if self._policy is not None and not self._read("SELECT 1 FROM policy WHERE name = ?", kind):
-                names = [row[0] for row in self._read("SELECT name FROM objects")]
-                rows = [(self._score(*use), name) for name in names if (use := self._last_use(name))]
-                scores = "UPDATE objects SET score = ? WHERE name = ?", rows
-                self._write_rows(scores, ("UPDATE policy SET name = ?", [(kind,)]))
-        return self._uses
-
-    def sync(self, tier: Tier, space: str, thorough: bool) -> None:
-        """Bring the rows of a space, or of all, in step with what the tier lists; costs little if nothing changed.
-
-        With `thorough` the rows of parts that did not change are compared with what they were.
-        """
-        doubts = -1
-        while doubts != self.doubts:  # a file that is made again meanwhile knows nothing of the first parts
-            doubts, parts = self.doubts, self._within("SELECT prefix FROM parts", space, "prefix")
-            shards = dict(tier.shards(space))  # after the parts: another store may list one that is made meanwhile
-            for (prefix,) in parts:
-                if prefix not in shards and "" not in shards:
-                    self._list(tier, prefix, None)
-            for prefix, stamp in shards.items():
-                if thorough:
-                    self._verify(prefix)
-                if not stamp or self._parts.get(prefix) != stamp:
-                    rows = self._read("SELECT 1 FROM parts WHERE prefix = ? AND stamp = ?", prefix, stamp)
-                    if not stamp or not rows:
-                        self._list(tier, prefix, stamp)
-                    if doubts == self.doubts:
-                        self._parts[prefix] = stamp
-        self._doubted = self._doubted and bool(space)
-
-    def distrust(self) -> None:
-        """Have the next `sync` list everything again, with its size."""
-        self._parts.clear()
-        self._write_rows(("UPDATE parts SET stamp = ''", [()]))
-        self._doubted = True
-        self.doubts += 1
-
-    def remake(self) -> None:
-        """Start the file again after a row turned out to be wrong."""
+    def __contains__(self, digest: str) -> bool:
         with self._lock:
-            self._give_up(0, sqlite3.DatabaseError("a row is wrong"))
+            return self._number(digest) is not None
 
-    def unread(self, space: str) -> list[str]:
-        """Names of a space whose chunks were not read yet."""
-        return [row[0] for row in self._within("SELECT name FROM objects WHERE chunk IS NULL", space)]
-
-    def names(self, space: str) -> list[str]:
-        """All names of a space."""
-        return [row[0] for row in self._within("SELECT name FROM objects", space)]
-
-    def starts(self, group: "Group", ids: np.ndarray) -> list[tuple[int, int]]:
-        """Give (position, tokens) of chunks whose first tokens are in a prompt; the rest of a chunk may differ."""
-        number = self._run(lambda db: self._group(db, *group))
-        spans: list[tuple[int, int]] = []
-        for (width,) in self._read(_WIDTHS, number):
-            positions = _positions_by_hash(
-                ids, width, self._positions(ids) if width == WINDOW else np.arange(len(ids))
-            )
-            sql = f"SELECT DISTINCT head, {_TOKENS} FROM chunks WHERE grp = ? AND width = ? AND head IN"
-            rows = self._read(f"{sql} (SELECT value FROM json_each(?))", number, width, json.dumps([*positions]))
-            spans += [(start, tokens) for head, tokens in rows for start in positions.get(head, ())]
-        return spans
-
-    def inside(self, group: "Group", ids: np.ndarray) -> Iterator[Run]:
-        """Give the longest run around each window that a chunk and the prompt share, if it is worth reading."""
-        number = self._run(lambda db: self._group(db, *group))
-        raw, done = ids.tobytes(), dict[tuple[str, int], int]()
-        positions = _positions_by_hash(ids, WINDOW, self._positions(ids))
-        sql = "SELECT DISTINCT inside, ifnull(CAST(at AS INTEGER), 0) FROM chunks WHERE grp = ? AND inside IN"
-        rows = self._read(f"{sql} (SELECT value FROM json_each(?))", number, json.dumps([*positions]))
-        for at, window, offset in sorted((at, *row) for row in rows for at in positions.get(row[0], ())):
-            if at < done.get((window, offset), 0):
-                continue
-            run = longest_run(self._like(number, window, offset, raw, at), raw, at, offset)
-            if run.is_worth_reading:
-                done[window, offset] = run.stop  # a text that repeats itself is looked at once
-                yield run
-
-    def key(self, name: str, namespace: str) -> ChunkKey | None:
-        """The key of the chunk that an object holds, as its row says."""
-        rows = self._read(f"SELECT fingerprint, prefix, ids FROM {_JOINED} WHERE name = ?", name)
-        return _key(rows[0], namespace) if rows else None
-
-    def records(self, owner: str, namespace: str) -> Iterator[tuple[str, ChunkKey | None, int, float]]:
-        """Name, key, bytes and time of the chunks of an owner, by name; the key is None if the row cannot be one."""
-        columns = f"name, {_SIZE}, {_CREATED}, fingerprint, prefix, ids FROM {_JOINED}"
-        for name, nbytes, created, *key in self._owned(columns, owner, _PAGE // 10):
-            yield name, _key(key, namespace), nbytes, created
-
-    def owned(self, owner: str) -> Iterator[str]:
-        """Names of the chunks of an owner, in order."""
-        return (row[0] for row in self._owned("name FROM objects o", owner, _PAGE))
-
-    def _owned(self, columns: str, owner: str, rows: int) -> Iterator[Any]:
-        """Columns of the chunks of an owner, by name, so many rows at once."""
-        last, sql = "", f"SELECT {columns} WHERE name > ? AND o.owner = ? AND o.chunk > 0 ORDER BY name LIMIT {rows}"
-        while page := self._read(sql, last, owner):
-            yield from page
-            last = page[-1][0]
-
-    def count(self, owner: str, fingerprint: str | None = None) -> int:
-        """How many chunks of an owner there are, or of a model."""
-        if fingerprint is None:
-            return int(self._read("SELECT count(*) FROM objects WHERE owner = ? AND chunk > 0", owner)[0][0])
-        groups = "SELECT id FROM groups WHERE owner = ? AND fingerprint = ?"
-        return int(self._read(f"SELECT count(*) FROM chunks WHERE grp IN ({groups})", owner, fingerprint)[0][0])
-
-    def sample(self, group: "Group") -> bytes:
-        """The packed ids of any chunk of a model and sink; empty if there is none."""
-        number = self._run(lambda db: self._group(db, *group))
-        rows = self._read("SELECT CAST(ids AS BLOB) FROM chunks JOIN texts USING(id) WHERE grp = ? LIMIT 1", number)
-        return bytes(rows[0][0]) if rows else b""
-
-    def prefixes(self, owner: str, fingerprint: str) -> list[bytes]:
-        """Packed ids of the tokens before chunks of a fingerprint."""
-        groups = "groups g WHERE owner = ? AND fingerprint = ? AND EXISTS (SELECT 1 FROM chunks WHERE grp = g.id)"
-        return [bytes(row[0]) for row in self._read(f"SELECT CAST(prefix AS BLOB) FROM {groups}", owner, fingerprint)]
-
-    def close(self) -> None:
-        """Close the file; it is opened again when it is needed."""
-
-        def act(db: Any) -> None:
-            for (prefix,) in db.execute("SELECT prefix FROM parts WHERE digest = ''").fetchall():
-                db.execute("UPDATE parts SET digest = ? WHERE prefix = ?", (_digest(db, prefix), prefix))
-
-        with self._lock:
-            with contextlib.suppress(OSError):
-                self._write(act)
-            if self._path is not None and self._db is not None and self._pid == os.getpid():
-                self._db.close()
-                self._db = None
-
-    def _list(self, tier: Tier, prefix: str, stamp: str | None) -> None:
-        """Bring the rows of a part in step with the listing of the tier; without a stamp the part is gone."""
-        self._verify(prefix)
-        doubts = self.doubts
-        rows = self._within("SELECT name, nbytes, created FROM objects", prefix)
-        listed = {name: (nbytes, created) for name, nbytes, created in rows}
-        there = {} if stamp is None else dict(tier.listing(prefix, () if self._doubted else listed))
-        gone = [(name, *row) for name, row in listed.items() if name not in there]
-        new = [(stat.created, name, stat.nbytes) for name, stat in there.items() if stat is not None]
-        changed = [
-            self._first_use(name, nbytes, created)
-            for created, name, nbytes in sorted(new)
-            if listed.get(name) != (nbytes, created)
-        ]
-
-        def act(db: Any) -> None:
-            if doubts != self.doubts:  # the file was made again: what changed is not what changed in this one
-                return
-            db.executemany("DELETE FROM objects WHERE name = ? AND nbytes IS ? AND created IS ?", gone)
-            db.executemany(_ENTER, changed)
-            db.execute("DELETE FROM parts WHERE prefix = ?", (prefix,))
-            if stamp is not None:
-                db.execute("INSERT INTO parts VALUES (?, ?, ?)", (prefix, stamp, _digest(db, prefix)))
-
-        if gone or changed or stamp != "" or not self._read("SELECT 1 FROM parts WHERE prefix = ?", prefix):
-            self._write(act)
-
-    def _verify(self, prefix: str) -> None:
-        """Start the file again if the rows of a part changed since they were listed; each part is compared once."""
-
-        def act(db: Any) -> None:
-            sql = "SELECT 1 FROM parts WHERE prefix = ? AND digest NOT IN (?, '')"
-            with db:  # what others write is not between the two
-                db.execute("BEGIN")
-                row = db.execute(sql, (prefix, _digest(db, prefix))).fetchone()
-            if row:
-                raise sqlite3.DatabaseError(f"its rows of {prefix} are others")
-
-        if prefix not in self._checked:
-            self._run(act)
-            self._checked.add(prefix)
-
-    def _within(self, sql: str, prefix: str, column: str = "name") -> list[Any]:
-        """Read rows whose name, or another column, begins with a prefix."""
-        joined = "AND" if " WHERE " in sql else "WHERE"
-        if not prefix:
-            return self._read(sql)
-        return self._read(f"{sql} {joined} {column} >= ? AND {column} < ?", prefix, f"{prefix}g")
-
-    def _group(
-        self, db: Any, owner: str, fingerprint: str, chunk_prefix_ids: Sequence[int], make: bool = False
-    ) -> int | None:
-        named = (owner, fingerprint, pack_tokens(chunk_prefix_ids))
-        if make:
-            db.execute("INSERT OR IGNORE INTO groups(owner, fingerprint, prefix) VALUES (?, ?, ?)", named)
-        sql = "SELECT id FROM groups WHERE owner = ? AND fingerprint = ? AND prefix = ?"
-        row = db.execute(sql, named).fetchone()
-        return row and int(row[0])
-
-    def _positions(self, ids: np.ndarray) -> np.ndarray:
-        """Positions of a prompt where a head or window of a chunk may begin; all of them until every hash is read."""
-        stop_s = time.monotonic() + _WARM_S
-        columns = "max(id), group_concat(head || coalesce(inside, head), '')"
-        page = f"SELECT {columns} FROM (SELECT * FROM chunks WHERE id > ? AND width = {WINDOW} LIMIT {_PAGE})"
-        while time.monotonic() < stop_s:
-            with self._lock:
-                windows, newest = self._windows, self._newest
-            ((newest, positions),) = self._read(page, newest)
-            merged = windows
-            with contextlib.suppress(ValueError, TypeError):  # no page, or no digits in a file that was damaged
-                new = np.sort(np.frombuffer(bytes.fromhex(positions), ">u8").astype(np.uint64))
-                merged = np.insert(windows, np.searchsorted(windows, new), new)
-            with self._lock:
-                if self._windows is not windows:  # another thread was faster, or the file was made again
-                    continue
-                if newest is not None:
-                    self._windows, self._newest = merged, newest
-                    continue
-            at = hashes(ids, WINDOW)
-            return np.flatnonzero(windows.take(np.searchsorted(windows, at), mode="clip") == at)
-        return np.arange(len(ids))
-
-    def _like(self, number: int | None, window: str, offset: int, raw: bytes, at: int) -> Iterator[bytes]:
-        """Packed ids of the chunks with a window whose next tokens are nearest to those of a prompt."""
-        behind = raw[4 * (at + WINDOW) :][: 4 * _NEXT_TOKENS]
-        for (packed,) in self._read(_NEAREST, number, window, offset, behind):
-            if isinstance(packed, bytes) and len(packed) % 4 == 0:
-                yield packed
-
-    def _read(self, sql: str, *values: object) -> list[Any]:
-        rows: list[Any] = self._run(lambda db: db.execute(sql, values).fetchall())
-        return rows
-
-    def _write_rows(self, *changes: tuple[str, Sequence[Sequence[Any]]]) -> None:
-        """Run statements, each over its rows, in one transaction."""
-        self._write(lambda db: [db.executemany(sql, rows) for sql, rows in changes])
-
-    def _write(self, act: Callable[[Any], object]) -> None:
-        """Change rows in one transaction."""
-
-        def change(db: Any) -> None:
-            db.execute("BEGIN IMMEDIATE")
-            try:
-                act(db)
-                db.execute("COMMIT")
-            except BaseException:
-                with contextlib.suppress(sqlite3.Error):
-                    db.execute("ROLLBACK")
-                raise
-
-        self._run(change)
-
-    def _run(self, act: Callable[[Any], Answer]) -> Answer:
-        """Read or change; a file that cannot be used is started again, and if that fails memory takes its place."""
-        with self._lock:
-            for attempt in range(3):
-                try:
-                    return act(self._connected())
-                except (sqlite3.Error, OSError, OverflowError, UnicodeError) as error:
-                    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-                    is_busy = code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
-                    if attempt == 2 or code == sqlite3.SQLITE_FULL or (is_busy and self._has_locks()):
-                        raise OSError(errno.EIO, f"the index {self._path} cannot be used now ({error})") from error
-                    self._give_up(max(attempt, is_busy), error)
-            raise AssertionError("never here")
-
-    def _has_locks(self) -> bool:
-        """Return False where the file system has no locks: SQLite takes that for a file that others hold."""
-        with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=self._path and self._path.parent) as probe:
-            fcntl.lockf(probe, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    def refresh(self) -> bool:
+        """Read what other processes appended; False if the log is another one than before, or was damaged."""
+        if self._rows_path is None:
             return True
+        with self._lock:
+            try:
+                info = os.stat(self._rows_path)
+            except FileNotFoundError:
+                is_same = self._identity is None
+                self._clear()
+                return is_same
+            identity = (info.st_dev, info.st_ino)
+            is_same = identity == self._identity and info.st_size >= self._read_bytes
+            if not is_same:
+                is_same = self._identity is None
+                self._clear()
+                self._identity = identity
+            if info.st_size - self._read_bytes < _ROW.itemsize:
+                return is_same
+            with open(self._rows_path, "rb") as file:
+                file.seek(self._read_bytes)
+                raw = file.read(info.st_size - self._read_bytes)
+            count = len(raw) // _ROW.itemsize
+            rows = np.frombuffer(raw, _ROW, count)
+            self._read_bytes += count * _ROW.itemsize
+            sound = rows[_are_sound(rows)]
+            self._insert(sound)
+            return is_same and len(sound) == count
+
+    def is_current(self, changed_s: float) -> bool:
+        """Say whether the log was touched after the entries changed, which others may have done without it."""
+        with contextlib.suppress(OSError):
+            return self._rows_path is not None and os.stat(self._rows_path).st_mtime >= changed_s
         return False
 
-    def _give_up(self, attempt: int, error: Exception) -> None:
-        """Start the file again, or continue in memory if that was tried."""
-        logger.info("no usable index at %s (%s)", self._path, error)
-        self._on_fault(f"index:{'format' if attempt == 0 else 'io'}")
-        with contextlib.suppress(sqlite3.Error):
-            self._db and self._db.close()
-        self._db = None
-        self.doubts += 1
-        self._begin()
-        if attempt:
-            self._path = None
-        elif self._path is not None and getattr(error, "sqlite_errorcode", 0) != sqlite3.SQLITE_READONLY_DBMOVED:
-            _clear(self._path)  # but for a new one that another process made in its place
-            self._path = None if self._path.exists() else self._path
+    def touch(self) -> None:
+        """Mark the log as one that knows of all changes so far."""
+        if self._rows_path is not None:
+            with contextlib.suppress(OSError):
+                os.utime(self._rows_path)
 
-    def _connected(self) -> Any:
-        """The connection of this process; a forked child has its own."""
-        if self._db is not None and self._pid != os.getpid() and self._path is not None:
-            self._inherited.append(self._db)
-            self._db = None
-        if self._db is None:
-            self._pid = os.getpid()
-            self._db = self._opened()
-        return self._db
+    @property
+    def rows(self) -> int:
+        """How many rows the log has, with those of chunks that are gone."""
+        return len(self._rows)
 
-    def _opened(self) -> Any:
-        options: dict[str, Any] = {"timeout": BUSY_S, "isolation_level": None, "check_same_thread": False}
-        if self._path is None:
-            return _prepared(sqlite3.connect(":memory:", **options))
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if self._path.parent.is_symlink():
-            raise NotADirectoryError(f"{self._path.parent} is a link")
-        with contextlib.suppress(FileExistsError):
-            os.close(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-        if not stat.S_ISREG(os.lstat(self._path).st_mode):  # opening it would end locks of this process on it
-            raise sqlite3.DatabaseError(f"{self._path} is no file")
-        if all(os.access(path, os.W_OK) for path in (self._path, self._path.parent)):
-            return _prepared(sqlite3.connect(self._path, **options))
-        with tempfile.NamedTemporaryFile() as mine, open(self._path, "rb") as theirs:  # what we may only read
-            shutil.copyfileobj(theirs, mine)
-            mine.flush()
-            copied = sqlite3.connect(mine.name, **options)
-            copied.execute("PRAGMA journal_mode = MEMORY")
-            return _prepared(copied)
+    def add(self, chunks: Sequence[Listed]) -> None:
+        """Append chunks to the log; those that are in it are passed over."""
+        with self._lock, self._file_lock():
+            self.refresh()
+            new = [listed for listed in chunks if listed.key.digest not in self]
+            if not new:
+                return
+            try:
+                self._append(new)
+            except OSError as error:
+                logger.info("the index %s cannot be written now (%s)", self._rows_path, error)
+                self._add_in_memory(new)
 
+    def _append(self, new: Sequence[Listed]) -> None:
+        """Write rows behind the others."""
+        if self._rows_path is None or self._ids_path is None:
+            self._add_in_memory(new)
+            return
+        self._rows_path.parent.mkdir(mode=0o700, exist_ok=True)
+        with open(self._ids_path, "ab", opener=_private) as file:
+            rows, ids = _rows_of(new, file.seek(0, os.SEEK_END))
+            file.write(ids)
+        with open(self._rows_path, "ab", opener=_private) as file:
+            torn = file.seek(0, os.SEEK_END) % _ROW.itemsize  # a writer was killed within a row
+            if torn:
+                file.truncate(file.tell() - torn)
+            file.write(rows.tobytes())
+        self.refresh()
 
-Group = tuple[str, str, Sequence[int]]  # owner, fingerprint, tokens before the chunks
+    def _add_in_memory(self, new: Sequence[Listed]) -> None:
+        rows, ids = _rows_of(new, len(self._ids))
+        rows["flags"] |= _IN_MEMORY
+        self._ids += ids
+        self._insert(rows)
 
+    def rewrite(self, chunks: Sequence[Listed]) -> None:
+        """Begin the log again with some chunks."""
+        with self._lock, self._file_lock():
+            if self._rows_path is not None and self._ids_path is not None:
+                rows, ids = _rows_of(chunks, 0)
+                self._rows_path.parent.mkdir(mode=0o700, exist_ok=True)
+                write_atomically(self._rows_path, [b""], durable=False)  # rows never point into other ids
+                write_atomically(self._ids_path, [ids], durable=False)
+                write_atomically(self._rows_path, [rows.tobytes()], durable=False)
+                self.refresh()
+                return
+            self._clear()
+        self.add(chunks)
 
-def _prepared(db: Any) -> Any:
-    """Make the tables, or refuse a file that has others."""
-    for setting in ("trusted_schema = OFF", "cell_size_check = ON", "synchronous = OFF", "journal_mode = TRUNCATE"):
-        db.execute(f"PRAGMA {setting}")
-    with db:  # others may be making the tables, and are not between the two
-        db.execute("BEGIN")
-        made = {row[0] for row in db.execute("SELECT sql FROM sqlite_schema WHERE name NOT LIKE 'sqlite_%'")}
-        (version,) = db.execute("PRAGMA user_version").fetchone()
-    if not made and version == 0:
-        with db:
-            db.execute("BEGIN IMMEDIATE")  # another process may do the same
-            if not db.execute("SELECT 1 FROM sqlite_schema").fetchone():
-                for statement in _SCHEMA:
-                    db.execute(statement)
-                db.execute("INSERT INTO policy VALUES ('', 0)")
-                db.execute(f"PRAGMA user_version = {_FORMAT}")
-    elif made != {*_SCHEMA} or version != _FORMAT:
-        db.close()
-        raise sqlite3.DatabaseError(f"tables of form {version} are not those of form {_FORMAT}")
-    return db
+    def drop(self, digest: str) -> None:
+        """Forget a chunk whose entry is gone; its row stays in the log."""
+        with self._lock:
+            number = self._number(digest)
+            if number is not None:
+                self._is_there[number] = False
 
+    def unknown(self, digests: Sequence[str]) -> list[str]:
+        """Give those of some chunks that are not in the index."""
+        with self._lock:
+            known = self._heads[self._is_there[self._by_head]]
+            is_known = np.isin(_heads_of(digests), known)
+        return [digests[number] for number in np.flatnonzero(~is_known).tolist()]
 
-def _clear(path: Path) -> None:
-    """Remove a file, or what is in its place, and what SQLite left beside it."""
-    beside = path.with_name(f"{path.name}-journal")
-    for file in () if path.parent.is_symlink() else (path, beside):
-        with contextlib.suppress(OSError):
-            os.unlink(file)
-        with contextlib.suppress(OSError):
-            os.rmdir(file)
+    def keep_only(self, digests: Sequence[str]) -> None:
+        """Forget all chunks but some, and write the log again where most of its rows are of no use."""
+        with self._lock:
+            is_kept = np.isin(self._heads, _heads_of(digests))
+            self._is_there[self._by_head[~is_kept]] = False
+            kept = int(np.count_nonzero(self._is_there))
+            if len(self._rows) - kept > max(MOST_DEAD, kept):
+                self.rewrite([listed for listed in map(self.get, self.digests()) if listed is not None])
 
+    def digests(self) -> list[str]:
+        """List the chunks that are known, in the order of their digests."""
+        with self._lock:
+            return sorted({_hex(digest) for digest in self._rows["digest"][self._is_there].tolist()})
 
-def one_more(frequency: float, uses: float) -> float:
-    """Add one use to a frequency, the log of a count of uses that halves with every 512 uses of the tier.
+    def get(self, digest: str) -> Listed | None:
+        """Describe a chunk; None if it is not known, or its row is not proved by the digest."""
+        with self._lock:
+            number = self._number(digest)
+            if number is None:
+                return None
+            row = self._rows[number]
+            key = self._key(row)
+            if key is None or key.digest != digest:
+                self._is_there[number] = False
+                return None
+            return Listed(key, int(row["nbytes"]), float(row["created"]))
 
-    It is kept as of the first use of the tier, so that the order of two objects changes only when one is used.
-    """
-    high, low = max(frequency, DECAY * uses), min(frequency, DECAY * uses)
-    return high + math.log1p(math.exp(low - high))
+    def groups(self) -> dict[tuple[str, tuple[int, ...]], list[str]]:
+        """List digests by fingerprint and chunk prefix."""
+        groups: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+        with self._lock:
+            rows = self._rows[self._is_there]
+            for number in np.unique(rows["group"]).tolist():
+                members = rows[rows["group"] == number]
+                key = self._key(members[-1])
+                if key is not None:
+                    digests = [_hex(digest) for digest in members["digest"].tolist()]
+                    groups[key.fingerprint, key.chunk_prefix_ids] = digests
+        return groups
 
+    def find(
+        self,
+        fingerprint: str,
+        chunk_prefix_ids: Sequence[int],
+        token_ids: Sequence[int],
+        is_stored: Callable[[ChunkKey], bool],
+    ) -> list[ChunkSpan]:
+        """Find stored chunks of one model and prefix from left to right; of chunks that overlap the longest is whole.
 
-def _digest(db: Any, prefix: str) -> str:
-    """Digest the rows of a part, without what only the order of eviction depends on."""
-    columns = "name || nbytes || '@' || created || ifnull(owner, '') || ifnull(chunk, '')"
-    sql = f"SELECT group_concat({columns}, ',') FROM objects WHERE name >= ? AND name < ?"
-    digest: str = db.execute(sql, (prefix, f"{prefix}g")).fetchone()[0] or ""
-    return xxhash.xxh3_128_hexdigest(digest.encode())
+        A chunk that `is_stored` does not know is passed over.
+        """
+        ids = np.frombuffer(pack_tokens(token_ids), np.int32)
+        prefix = tuple(chunk_prefix_ids)
+        keys: dict[bytes, ChunkKey | None] = {}
 
+        def is_usable(run: Run) -> bool:
+            if run.packed not in keys:
+                keys[run.packed] = None
+                with contextlib.suppress(ValueError):
+                    key = ChunkKey(fingerprint, prefix, unpack_tokens(run.packed), self.namespace)
+                    keys[run.packed] = key if is_stored(key) else None
+            return keys[run.packed] is not None
 
-def _positions_by_hash(ids: np.ndarray, width: int, at: np.ndarray) -> dict[str, list[int]]:
-    """Positions by the hash of the `width` tokens there, for some positions of a prompt."""
-    positions: dict[str, list[int]] = {}
-    window_hashes = hashes(ids, width)
-    for start in at[at < len(window_hashes)].tolist():
-        positions.setdefault(_hex(window_hashes[start]), []).append(start)
-    return positions
+        with self._lock, self._reader() as read:
+            runs = set(self._runs(_group_of(fingerprint, prefix), ids, read, is_usable))
+        spans = []
+        for run in without_overlap(runs):
+            key = keys[run.packed]
+            if key is not None:
+                spans.append(ChunkSpan(run.start, key, run.first, run.tokens))
+        return spans
 
+    def _runs(self, group: int, ids: np.ndarray, read: _Read, is_usable: Callable[[Run], bool]) -> Iterator[Run]:
+        """Give the usable runs of stored tokens in a prompt; of those around one window the longest."""
+        prompt = ids.tobytes()
+        behind = hashes(ids, BEHIND)
+        for width, is_whole in sorted(self._windows):
+            found = _salted(hashes(ids, width), group, width, is_whole)
+            first = np.searchsorted(self._sorted, found)
+            hits = np.flatnonzero(self._sorted.take(first, mode="clip") == found) if len(self._sorted) else ()
+            covered: dict[int, int] = {}  # until where a window was compared: a text that repeats itself costs once
+            for start in map(int, hits):
+                window = int(found[start])
+                if start < covered.get(window, 0):
+                    continue
+                last = int(np.searchsorted(self._sorted, found[start], "right"))
+                rows = self._rows[self._order[first[start] : last]]
+                if is_whole:
+                    yield from filter(is_usable, self._whole(rows, prompt, start, read))
+                    continue
+                if len(rows) > _MOST_ALIKE:
+                    yield from filter(is_usable, self._whole_among_many(rows, prompt, start))
+                    next_hash = behind[start + width] if start + width < len(behind) else np.uint64(0)
+                    rows = rows[np.argsort(rows["behind"] != next_hash, kind="stable")][:_MOST_ALIKE]
+                runs = [run_around(self._chunk_ids(row, read), prompt, start, int(row["offset"])) for row in rows]
+                for run in sorted(runs, key=lambda run: -run.tokens):
+                    if run.is_worth_reading and is_usable(run):
+                        covered[window] = run.stop
+                        yield run
+                        break
 
-def _hex(number: Any) -> str:
-    return f"{int(number):016x}"
+    def _whole(self, rows: np.ndarray, prompt: bytes, start: int, read: _Read) -> Iterator[Run]:
+        """Give the chunks all of whose tokens are at a position of a prompt."""
+        for row in rows:
+            packed = self._chunk_ids(row, read)
+            if packed and prompt[4 * start : 4 * start + len(packed)] == packed:
+                yield Run(start, packed, 0, len(packed) // 4)
 
+    def _whole_among_many(self, rows: np.ndarray, prompt: bytes, window_start: int) -> Iterator[Run]:
+        """Give what would be whole chunks of the lengths that there are; whether they are stored is asked behind."""
+        lengths = np.unique(np.stack([rows["offset"], rows["tokens"]], axis=1), axis=0)
+        for offset, tokens in lengths.tolist():
+            start = window_start - offset
+            packed = prompt[4 * max(0, start) : 4 * (start + tokens)]
+            if start >= 0 and len(packed) == 4 * tokens:
+                yield Run(start, packed, 0, tokens)
 
-def _recognised_by(ids: np.ndarray) -> list[Any]:
-    """The columns that find a chunk: tokens, width and hash of its head; offset, hash and next ids of its window."""
-    width, window = min(WINDOW, len(ids)), window_of(ids)
-    row = [len(ids), width, _hex(hashes(ids[:width], width)[0])]
-    if window is None:
-        return [*row, None, None, None]
-    offset, window_ids = window
-    behind = ids[offset + WINDOW : offset + WINDOW + _NEXT_TOKENS]
-    return [*row, offset, _hex(hashes(window_ids, WINDOW)[0]), behind.tobytes()]
+    def _clear(self) -> None:
+        """Forget what was read of the log."""
+        self._identity: tuple[int, int] | None = None
+        self._read_bytes = 0
+        self._ids = bytearray()  # of a log in memory
+        self._rows = np.empty(0, _ROW)
+        self._is_there = np.empty(0, bool)  # the chunks of rows, as far as is known
+        self._heads = np.empty(0, np.uint64)  # how the digests of rows begin, in order
+        self._by_head = np.empty(0, np.int64)  # the numbers of their rows
+        self._sorted = np.empty(0, np.uint64)  # the windows of all rows
+        self._order = np.empty(0, np.int64)  # the numbers of their rows
+        self._windows: set[tuple[int, bool]] = set()  # widths, and whether chunks are found by them only as a whole
 
+    def _insert(self, rows: np.ndarray) -> None:
+        """Take rows into the index."""
+        if not len(rows):
+            return
+        first = len(self._rows)
+        self._rows = np.concatenate([self._rows, rows])
+        self._is_there = np.concatenate([self._is_there, np.ones(len(rows), bool)])
+        numbers = np.arange(first, first + len(rows))
+        heads = np.frombuffer(rows["digest"].tobytes(), ">u8")[::4].astype(np.uint64)
+        self._heads, self._by_head = _merged(self._heads, self._by_head, heads, numbers)
+        self._sorted, self._order = _merged(self._sorted, self._order, rows["window"], numbers)
+        kinds = np.unique(2 * rows["width"] + (rows["flags"] & _WHOLE)).tolist()
+        self._windows |= {(kind // 2, bool(kind % 2)) for kind in kinds}
 
-def _key(row: Sequence[Any], namespace: str) -> ChunkKey | None:
-    """The key of a row of fingerprint, prefix and ids, or None if they cannot be those of a chunk."""
-    fingerprint, prefix, ids = row
-    try:
-        return ChunkKey(str(fingerprint), unpack_tokens(prefix), unpack_tokens(ids), namespace)
-    except (ConfigError, TypeError, ValueError):
+    def _number(self, digest: str) -> int | None:
+        """Find the newest row of a chunk that is there."""
+        raw = bytes.fromhex(digest)
+        head = np.frombuffer(raw, ">u8")[0].astype(np.uint64)
+        last = int(np.searchsorted(self._heads, head, "right")) - 1
+        if last < 0 or self._heads[last] != head:
+            return None
+        number = int(self._by_head[last])
+        is_same = _hex(self._rows["digest"][number]) == digest
+        return number if is_same and self._is_there[number] else None
+
+    def _key(self, row: np.void) -> ChunkKey | None:
+        """Make the key of a row from the ids that it points to; None if they cannot be those of a chunk."""
+        with self._reader() as read:
+            raw = read(row, 0, _ids_bytes(row))
+        text, prefix = int(row["fingerprint"]), int(row["prefix"])
+        with contextlib.suppress(ValueError):  # also of a text that is none
+            fingerprint = raw[:text].decode("utf-8", "surrogatepass")
+            ids = unpack_tokens(raw[text:])
+            return ChunkKey(fingerprint, ids[:prefix], ids[prefix:], self.namespace)
         return None
+
+    def _chunk_ids(self, row: np.void, read: _Read) -> bytes:
+        size = 4 * int(row["tokens"])
+        packed = read(row, _ids_bytes(row) - size, size)
+        return packed if len(packed) == size else b""
+
+    @contextlib.contextmanager
+    def _reader(self) -> Iterator[_Read]:
+        """Give what reads the ids of rows."""
+        handle = -1
+        with contextlib.suppress(FileNotFoundError):
+            handle = os.open(self._ids_path, os.O_RDONLY | os.O_CLOEXEC) if self._ids_path else -1
+
+        def read(row: np.void, start: int, size: int) -> bytes:
+            start += int(row["start"])
+            if row["flags"] & _IN_MEMORY:
+                return bytes(self._ids[start : start + size])
+            return os.pread(handle, min(size, _MOST_BYTES), start) if handle >= 0 else b""
+
+        try:
+            yield read
+        finally:
+            if handle >= 0:
+                os.close(handle)
+
+
+def _merged(
+    values: np.ndarray, numbers: np.ndarray, new_values: np.ndarray, new_numbers: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Insert values with their numbers into values in order; behind those that are equal."""
+    order = np.argsort(new_values, kind="stable")
+    at = np.searchsorted(values, new_values[order], "right")
+    return np.insert(values, at, new_values[order]), np.insert(numbers, at, new_numbers[order])
+
+
+def _heads_of(digests: Sequence[str]) -> np.ndarray:
+    raw = bytes.fromhex("".join([digest[:16] for digest in digests]))
+    return np.frombuffer(raw, ">u8").astype(np.uint64)
+
+
+def _hex(digest: bytes) -> str:
+    return bytes(digest).ljust(32, b"\0").hex()  # NumPy strips zeros at the end
+
+
+def _rows_of(chunks: Sequence[Listed], start: int) -> tuple[np.ndarray, bytes]:
+    """Make the rows of chunks, and the ids to which they point from a start on."""
+    rows, parts = np.zeros(len(chunks), _ROW), []
+    for row, (key, nbytes, created) in zip(rows, chunks, strict=True):
+        fingerprint = key.fingerprint.encode("utf-8", "surrogatepass")
+        packed = pack_tokens(key.token_ids)
+        parts += [fingerprint, pack_tokens(key.chunk_prefix_ids), packed]
+        ids = np.frombuffer(packed, np.int32)
+        group = _group_of(key.fingerprint, key.chunk_prefix_ids)
+        window = window_of(ids)
+        offset = window or 0
+        width = min(WINDOW, len(ids))
+        flags = _WHOLE if window is None else 0
+        behind = hashes(ids[offset + width :][:BEHIND], BEHIND)
+        row["digest"] = bytes.fromhex(key.digest)
+        row["start"] = start
+        row["fingerprint"] = len(fingerprint)
+        row["prefix"] = len(key.chunk_prefix_ids)
+        row["tokens"] = len(key.token_ids)
+        row["width"] = width
+        row["offset"] = offset
+        row["flags"] = flags
+        row["group"] = group
+        row["window"] = _salted(hashes(ids[offset : offset + width], width), group, width, flags == _WHOLE)[0]
+        row["behind"] = behind[0] if len(behind) else 0
+        row["nbytes"] = nbytes
+        row["created"] = created
+        start += _ids_bytes(row)
+    rows["check"] = _checks_of(rows)
+    return rows, b"".join(parts)
+
+
+def _ids_bytes(row: np.void) -> int:
+    return int(row["fingerprint"]) + 4 * (int(row["prefix"]) + int(row["tokens"]))
+
+
+def _salted(found: np.ndarray, group: int, width: int, is_whole: bool) -> np.ndarray:
+    """Keep the windows of groups and of kinds apart."""
+    salt = (2 * width + is_whole) * 0x9E3779B97F4A7C15 % (1 << 64)
+    return found ^ np.uint64(group ^ salt)
+
+
+def _group_of(fingerprint: str, chunk_prefix_ids: Sequence[int]) -> int:
+    state = hashlib.sha256(fingerprint.encode("utf-8", "surrogatepass"))
+    state.update(b"\0" + pack_tokens(chunk_prefix_ids))
+    return int.from_bytes(state.digest()[:8], "little")
+
+
+def _checks_of(rows: np.ndarray) -> np.ndarray:
+    words = np.frombuffer(rows.tobytes(), np.uint64).reshape(len(rows), _WORDS)
+    sums: np.ndarray = (words[:, :-1] * _CHECKS).sum(axis=1, dtype=np.uint64)
+    return sums
+
+
+def _are_sound(rows: np.ndarray) -> np.ndarray:
+    """Say which rows are what was written, and can be: a file that others wrote may hold any numbers."""
+    are_sound: np.ndarray = rows["check"] == _checks_of(rows)
+    are_sound &= (rows["start"] < _MOST) & (rows["nbytes"] < _MOST) & np.isfinite(rows["created"])
+    are_sound &= (rows["width"] > 0) & (rows["width"] <= WINDOW) & (rows["offset"] <= EDGE_TOKENS)
+    return are_sound & (rows["tokens"] > 0)
+
+
+def _private(path: str, flags: int) -> int:
+    """Open a file that only its owner may read, and no link."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

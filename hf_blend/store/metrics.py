@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ..errors import import_extra
-from .store import BaseStore
+from .store import Store
 
 __all__ = ["StoreMetrics"]
 
@@ -21,24 +21,20 @@ _COUNTERS = (  # group of `stats`, name, what it counts, labels
     ("load_failures", "load_failures", "Entries that could not be used.", ("tier", "reason")),
     ("stored", "chunks_stored", "Chunks written.", ("tier",)),
     ("store_failures", "store_failures", "Chunks that could not be written, by error.", ("reason",)),
-    ("dropped_writes", "writes_dropped", "Chunks that were never written to a tier.", ("tier", "reason")),
     ("evicted", "chunks_evicted", "Chunks that had to leave.", ("tier",)),
     ("removed", "entries_removed", "Entries that were removed, by cause.", ("cause",)),
     ("skipped", "files_skipped", "Files that listing passed over.", ("tier", "reason")),
 )
 _GAUGES = (
     ("bytes", "tier_bytes", "What a tier holds, in bytes."),
-    ("pinned_bytes", "tier_pinned_bytes", "What a tier holds and may not evict, in bytes."),
     ("capacity_bytes", "tier_capacity_bytes", "What a tier may hold, in bytes."),
-    ("queued_bytes", "tier_queued_bytes", "What waits to be written to a tier, in bytes."),
-    ("healthy", "tier_healthy", "1 if the tier answers, 0 while it is left alone."),
 )
 
 
 class StoreMetrics:
     """A collector of prometheus_client: asks the store when it is asked itself, and costs nothing before."""
 
-    def __init__(self, store: BaseStore, labels: Mapping[str, str] | None = None) -> None:
+    def __init__(self, store: Store, labels: Mapping[str, str] | None = None) -> None:
         self._store = store
         self._labels = dict(labels or {})
         self._core: Any = import_extra("prometheus_client.core", extra="metrics", wanted_by="StoreMetrics")

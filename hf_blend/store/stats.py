@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""What happened in a store: counts by kind and name, times by stage, and each warning once."""
+"""What happened in a store: counts by kind and name, times by stage, and each warning once a minute."""
 
 import contextlib
 import logging
@@ -14,7 +14,8 @@ __all__ = ["StoreStats"]
 
 logger = logging.getLogger("hf_blend.store")
 
-_MAX_WARNED = 10_000
+WARN_EVERY_S = 60.0
+_MOST_WARNED = 1000  # subjects that are remembered
 
 
 class StoreStats:
@@ -23,7 +24,7 @@ class StoreStats:
     def __init__(self) -> None:
         self._counts: defaultdict[tuple[str, str], float] = defaultdict(int)
         self._lock = threading.RLock()
-        self._warned: set[str] = set()
+        self._warned: dict[str, float] = {}
 
     @contextlib.contextmanager
     def timed(self, stage: str, name: str) -> Iterator[None]:
@@ -42,12 +43,16 @@ class StoreStats:
     def group(self, group: str) -> dict[str, Any]:
         """Give the counts of one group, by name."""
         with self._lock:
-            return {name: count for (kind, name), count in sorted(self._counts.items()) if kind == group and count}
+            rows = sorted(self._counts.items())
+        return {name: count for (kind, name), count in rows if kind == group and count}
 
-    def warn_once(self, text: str) -> None:
-        """Log a warning unless the same was logged before."""
+    def warn(self, subject: str, text: str) -> None:
+        """Log a warning, but only one a minute about a subject."""
+        now_s = time.monotonic()
         with self._lock:
-            is_repeated = text in self._warned or len(self._warned) >= _MAX_WARNED
-            self._warned.add(text)
-        if not is_repeated:
-            logger.warning(text)
+            if now_s < self._warned.get(subject, 0.0):
+                return
+            if len(self._warned) >= _MOST_WARNED:
+                self._warned.clear()
+            self._warned[subject] = now_s + WARN_EVERY_S
+        logger.warning(text)

@@ -1,115 +1,245 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""A store of chunk KV in memory and in tiers that keep bytes, verified on every load. It knows no model.
+"""A store of chunk KV in memory and in tiers that keep bytes, verified where bytes enter. It knows no model.
 
 A fault costs time, never correctness: whatever is missing, damaged, foreign or unreadable is a miss with a reason.
 """
 
 import contextlib
+import errno
+import logging
 import math
+import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
 
+import numpy as np
 from torch import Tensor
 
 from ..errors import StoreError
-from .admin import FLUSH_S, CheckResult, EntryInfo, StoreAdmin
+from .capacity import Capacity
 from .chunk import ChunkKey, ChunkKV, ChunkSpan, Layout
+from .entry import EntryFormat, PackedChunk, read_key
+from .format import hash_namespace
+from .importance import TokenImportance
+from .index import MOST_DEAD, ChunkIndex, Listed, logged_bytes
 from .memory import MemoryCache
 from .opening import Limits
-from .reader import Reader
-from .storage import Storage
-from .stream import ComputeTimes, LayerReader, Recompute, StreamReader
-from .tiers.base import Tier
-from .writer import Writer
+from .stats import StoreStats
+from .stream import LayerReader, StreamReader
+from .tiers.base import EntryFault, ObjectStat, Source, Tier
+from .tiers.disk import DiskTier
 
-__all__ = ["BaseStore", "CheckResult", "EntryInfo"]
+__all__ = ["CheckResult", "EntryInfo", "OpenEntry", "Store"]
+
+logger = logging.getLogger(__name__)
+
+_COUNTED = (
+    *("hits", "misses", "loaded_bytes", "load_failures", "stored", "store_failures", "evicted", "removed", "skipped"),
+)
+_TIMED = ("load_seconds", "store_seconds")
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_PAGE = 500  # entries that are read before they are listed
+_LEARN_S = 0.2  # of one search, for entries of tiers on other machines that are not known yet
 
 
-class BaseStore:
-    """KV of chunks, by the key that says what they were computed from; threads may share it.
+@dataclass(frozen=True)
+class EntryInfo:
+    """One stored chunk, for lists."""
+
+    digest: str
+    fingerprint: str
+    tokens: int
+    nbytes: int
+    tier: str
+    created: float
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """What a check of one entry found."""
+
+    digest: str
+    tier: str
+    nbytes: int
+    reason: str = ""
+    removed: bool = False
+
+
+class OpenEntry(NamedTuple):
+    """An entry of a tier that was opened to read a chunk."""
+
+    tier: Tier
+    key: ChunkKey
+    source: Source
+    deletions: int  # of the store before it was opened: after another one the chunk is not stored again
+
+
+Decode = Callable[[OpenEntry], ChunkKV]  # makes a chunk of an entry, and closes its source once all of it was read
+
+
+class Store:
+    """KV of chunks, by the key that says what they were computed from; threads may share it, forked processes not.
 
     Chunks are ready to use in `memories`, and behind them in `tiers` that keep bytes, the nearest first. A fault never
-    leaves here: it is a miss, counted, and warned of once. A chunk that comes from a farther tier is taken into
-    memory, and the bytes that were verified are written to the nearer ones. A chunk that is put goes to every tier:
-    when `put` returns, it is in those on this machine, and in the queue of the others. What is in a queue is found
-    there.
+    leaves here: it is a miss, counted, and warned of once a minute. A chunk that comes from a farther tier is taken
+    into memory, and the bytes that were verified are written to the nearer ones. A chunk that is put goes to every
+    tier, and is there when `put` returns.
 
-    `index` is a folder for copies of the index and of the order of eviction.
+    On disk a store is one folder:
 
-    The work is done by `reader` (whole chunks), `layer_reader` (chunks for a request, layer by layer), `writer` and
-    `admin`, over one `storage`.
+        objects/<namespace>/<digest>.safetensors   one entry each; names are digests
+        index/<namespace>.rows, .ids               a log of what is in them, made again when it is lost
+        index/<namespace>.importance               how much attention tokens get
     """
 
     def __init__(
         self,
-        memories: Sequence[MemoryCache],
+        memories: Sequence[MemoryCache] = (),
         tiers: Sequence[Tier] = (),
         *,
         namespace: str = "",
-        index: Path | None = None,
         limits: Limits = Limits(),  # noqa: B008 (frozen)
         codec: str = "raw",
     ) -> None:
         self.namespace = namespace
+        self.ttl_s = limits.ttl_s
         # how many layers a request reads ahead of their use; 0: it reads chunks whole before it begins. Unbounded by
         # default: what was read is kept until the request ends anyway, and the first layers take longest to compute
         self.pipeline_depth: float = math.inf
-        self.storage = Storage(memories, tiers, namespace, index, limits)
-        self.writer = Writer(self.storage, codec)
-        self.reader = Reader(self.storage, self.writer)
-        self._compute_times = ComputeTimes()
-        self.layer_reader: LayerReader = StreamReader(self.reader, self.writer, self._compute_times)
-        self.admin = StoreAdmin(self.storage)
+        self.format = EntryFormat(codec)
+        self.layer_reader: LayerReader = StreamReader(self)
+        self.counts = StoreStats()
+        self.memories = tuple(memories)
+        self.tiers = tuple(tiers)
+        for memory in self.memories:
+            memory.stats = self.counts
+        self.capacities = {tier.name: self._capacity(tier, limits) for tier in self.tiers}
+        self._space = hash_namespace(namespace)[:16]
+        disk = next((tier for tier in self.tiers if isinstance(tier, DiskTier)), None)
+        self.folder = disk.root if disk else None  # on this machine
+        path = self.folder / "index" / self._space if self.folder else None
+        self.importance = TokenImportance(path and path.with_suffix(".importance"))
+        self.index = ChunkIndex(namespace, path, disk.lock if disk else contextlib.nullcontext)
+        self._deletions = 0
+        self._pid = os.getpid()
+        self._is_listed = False
+        self._skipped: set[tuple[str, str]] = set()  # entries that are no readable chunk of ours
+        for tier in self.tiers:
+            self.counts.count("removed", "orphans", tier.remove_orphans())
 
     @property
     def reads_importance(self) -> bool:
-        """True where something depends on which tokens are important (`note`, `record_importance`)."""
-        return self.storage.reads_importance or self.layer_reader.reads_importance
+        """True where something depends on which tokens are important (`record_attention`, `record_importance`)."""
+        policies = [level.policy for level in (*self.memories, *self.capacities.values())]
+        return self.layer_reader.reads_importance or any(policy.reads_importance for policy in policies)
 
-    def get(self, key: ChunkKey, budget_s: float = math.inf, layout: Layout | None = None) -> ChunkKV | None:
+    # Reading
+
+    def get(self, key: ChunkKey, layout: Layout | None = None) -> ChunkKV | None:
         """Fetch a chunk. Its tensors are shared: never write to them.
 
         Args:
             key: which chunk.
-            budget_s: how long a tier on another machine is waited for, in seconds. A chunk that takes longer is a miss
-                (reason "slow"), and is in memory later.
             layout: of the model that will use it (`hf_blend.prefill.layout.layout_of`); a chunk of another shape or
                 dtype is a miss. None takes the entry at its word.
 
         Returns:
-            The chunk exactly as it was stored, or None, also if it was written to. A fault is counted, never raised.
+            The chunk exactly as it was stored, or None. A fault is counted, never raised.
         """
-        return self.reader.get(key, budget_s, layout) if self._is_ours(key) else None
+        if not self._is_ours(key):
+            return None
+        chunk = self._cached([key], layout).get(key)
+        return chunk or self.fetch(key, lambda entry: self.read(entry, layout))
 
     def at_hand(self, keys: Sequence[ChunkKey], layout: Layout | None = None) -> dict[ChunkKey, ChunkKV]:
         """Fetch those of some chunks that are in memory and can be used from there; `stream` fetches the others."""
-        return self.reader.cached(keys, layout) if self.layer_reader.uses_memory else {}
+        return self._cached(keys, layout) if self.layer_reader.uses_memory else {}
 
-    def stream(
-        self, key: ChunkKey, recompute: Recompute, budget_s: float | None = None, layout: Layout | None = None
-    ) -> ChunkKV | None:
-        """Fetch a chunk as `get` does, but return before all layers were read; after a fault `recompute` gives it.
+    def stream(self, key: ChunkKey, layout: Layout | None = None) -> ChunkKV | None:
+        """Fetch a chunk as `get` does, but return before all layers were read.
 
-        A tier on another machine is waited for `budget_s`; None: as long as computing the chunk takes, by the `timed`
-        blocks of the same model.
+        Its layers may be `LazyLayers`: a request gives these what computes the chunk after a fault.
         """
         if not self._is_ours(key):
             return None
         if self.pipeline_depth or not self.layer_reader.uses_memory:  # blocks are read when they are chosen, not ahead
-            return self.layer_reader.stream(key, recompute, budget_s, layout)
-        return self.reader.get(key, self._compute_times.expect_s(key) if budget_s is None else budget_s, layout)
+            return self.layer_reader.stream(key, layout)
+        return self.get(key, layout)
 
-    def timed(self, *keys: ChunkKey) -> contextlib.AbstractContextManager[None]:
-        """Measure a block that computes and puts missing chunks; `stream` waits no longer than that for one."""
-        return self._compute_times.timed(*keys)
+    def fetch(self, key: ChunkKey, decode: Decode) -> ChunkKV | None:
+        """Ask one tier after the other for a chunk, and count the hit or the miss."""
+        reasons = []
+        for tier in self.tiers:
+            chunk, reason = self.load(tier, key, decode)
+            if chunk is not None:
+                self.counts.count("hits", tier.name)
+                return chunk
+            if reason != "absent":
+                reasons.append(reason)
+        self.counts.count("misses", reasons[0] if reasons else "absent")
+        return None
+
+    def load(self, tier: Tier, key: ChunkKey, decode: Decode) -> tuple[ChunkKV | None, str]:
+        """Open and decode an entry of one tier; returns a chunk and "", or None and the reason."""
+        name, deletions = self.name(key.digest), self._deletions
+        source: Source | None = None
+        with self.counts.timed("load_seconds", tier.name), contextlib.ExitStack() as opened:
+            try:
+                source = tier.open(name)
+                if source is None:
+                    return None, "absent"
+                if self._nearer(tier):
+                    source = RecordedSource(source)
+                opened.callback(source.close)
+                if self._is_expired(source.stat):
+                    raise EntryFault("expired", f"it was stored more than {self.ttl_s} s ago")
+                self.capacities[tier.name].use(name, source.stat, 1.0)
+                chunk = decode(OpenEntry(tier, key, source, deletions))
+                opened.pop_all()  # now `decode` closes the source
+                return chunk, ""
+            except (EntryFault, OSError, MemoryError) as fault:
+                reason = self.refuse_entry(tier, key, source, fault)
+                return None, reason
+
+    def read(self, entry: OpenEntry, layout: Layout | None) -> ChunkKV:
+        """Read all of an entry; nothing of it is used, or written to a nearer tier, before all of it was verified."""
+        chunk = self.format.open(entry.source, entry.key, layout).read()
+        self.counts.count("loaded_bytes", entry.tier.name, chunk.nbytes)
+        entry.source.close()
+        return self.promote(chunk, entry)
+
+    def promote(self, chunk: ChunkKV, entry: OpenEntry) -> ChunkKV:
+        """Take a chunk that was read and verified into memory, and write its bytes to the nearer tiers."""
+        if self._deletions != entry.deletions:
+            return chunk
+        content = entry.source.release() if isinstance(entry.source, RecordedSource) else None
+        if content is not None:
+            for tier in self._nearer(entry.tier):
+                self._write(tier, entry.key, lambda: [content])
+        return self._cache(chunk)
+
+    def refuse_entry(self, tier: Tier, key: ChunkKey, source: Source | None, fault: BaseException) -> str:
+        """Count what is wrong with an entry, warn of it, and remove what can never become good; gives the reason."""
+        reason = "io" if isinstance(fault, OSError) else "memory"
+        if isinstance(fault, EntryFault):
+            reason = fault.reason
+        self.counts.count("load_failures", f"{tier.name}:{reason}")
+        if isinstance(fault, OSError):
+            self.counts.warn(tier.name, f"the {tier.name} tier cannot be read now, chunks are computed again: {fault}")
+        else:
+            self.counts.warn(key.digest, f"stored chunk {key.digest} is not used and will be computed again: {fault}")
+        if isinstance(fault, EntryFault) and (fault.corrupt or reason == "kind"):  # one of our kind takes its name
+            cause = "expired" if reason == "expired" else "corrupt"
+            self._discard(tier, self.name(key.digest), source, cause)
+        return reason
+
+    # Writing
 
     def put(self, chunk: ChunkKV) -> ChunkKV:
-        """Store a chunk. If the disk fails, it stays in memory and the failure is counted.
-
-        When this returns, the chunk is in memory and on disk, and waits in a queue for a tier on another machine
-        (`flush`); `get` finds it from now on.
+        """Store a chunk. If a tier fails, the chunk stays in memory and the failure is counted.
 
         Args:
             chunk: computed alone (`hf_blend.model.capture`); it is copied.
@@ -120,7 +250,81 @@ class BaseStore:
         Raises:
             StoreError: the chunk holds NaN or infinity, is malformed, or belongs to another namespace.
         """
-        return self.writer.put(chunk)
+        self._refuse_fork()
+        key = chunk.key
+        if key.namespace != self.namespace:
+            raise StoreError(
+                f"chunk {key.digest} belongs to another namespace than this store. Open a store with the chunk's "
+                "namespace, or compute the chunk for the store's."
+            )
+        chunk.check()
+        copy = chunk.dense_copy()
+        packed = self.format.pack(copy)
+        for tier in self.tiers:
+            self._write(tier, key, lambda: packed.parts)
+        self._cache(packed.chunk)
+        return chunk if packed.chunk is copy else packed.chunk
+
+    def replace(self, tier: Tier, packed: PackedChunk) -> None:
+        """Write an entry in one step: a reader, or a process that is killed, finds the old one or the new one."""
+        self._write(tier, packed.key, lambda: packed.parts, replaces=True)
+
+    def contains(self, key: ChunkKey) -> bool:
+        """Say whether a chunk is there, without reading it: `get` may still find it damaged."""
+        return key.namespace == self.namespace and self.tier_of(key) is not None
+
+    def delete(self, key: ChunkKey) -> bool:
+        """Remove a chunk from every tier; False if there was none. Raises StoreError if a disk refuses."""
+        return key.namespace == self.namespace and bool(self.remove([key.digest]))
+
+    def remove(self, digests: Iterable[str]) -> int:
+        """Remove chunks from memory and every tier by their digests, and count them.
+
+        Raises StoreError if a tier refuses.
+        """
+        self._refuse_fork()
+        count = 0
+        for digest in digests:
+            self._deletions += 1
+            removed = [memory.delete(digest) for memory in self.memories]
+            try:
+                for tier in self.tiers:
+                    removed.append(self._delete(tier, self.name(digest), None))
+            except OSError as error:
+                raise StoreError(
+                    f"chunk {digest} cannot be removed: {error}. Check who owns the files of the store."
+                ) from error
+            self.index.drop(digest)
+            count += any(removed)
+        return count
+
+    def reject(self, key: ChunkKey, reason: str) -> None:
+        """Count a chunk that was fetched as a miss after all, and make room for one that is right."""
+        self.counts.count("misses", reason)
+        with contextlib.suppress(StoreError):
+            self.delete(key)
+
+    def record_attention(self, key: ChunkKey, scores: Tensor, important_ratio: float) -> None:
+        """Report how much attention a chunk's tokens got in a request; kept as a moving average, over restarts too.
+
+        Shapes: scores `[tokens]`, as multiples of what a stored token of the prompt got on average.
+        """
+        self.importance.record(key.digest, scores, min(1.0, max(0.0, important_ratio)))
+        self.record_importance(key, important_ratio)
+        self.layer_reader.importance_changed(key)
+
+    def record_importance(self, key: ChunkKey, important_ratio: float) -> None:
+        """Report which share of a chunk's tokens turned out to be important, for the policy "importance"."""
+        weight = min(1.0, max(0.0, important_ratio)) - 1.0
+        name = self.name(key.digest)
+        for memory in self.memories:
+            memory.use(key.digest, weight)
+        for tier in self.tiers:
+            if self.capacities[tier.name].policy.reads_importance:
+                with contextlib.suppress(OSError):
+                    self.capacities[tier.name].use(name, tier.stat(name), weight)
+
+    # Finding
 
     def find(self, fingerprint: str, chunk_prefix_ids: Sequence[int], token_ids: Sequence[int]) -> list[ChunkSpan]:
         """Find stored chunks inside any tokens, by content and at any offset, also where a few tokens differ.
@@ -137,128 +341,124 @@ class BaseStore:
         Returns:
             From left to right, without overlap; of chunks that overlap the longest is whole.
         """
-        return self.storage.catalog.find(fingerprint, chunk_prefix_ids, token_ids)
+        self._refuse_fork()
+        self._list()
+        with contextlib.suppress(OSError):
+            return self.index.find(fingerprint, chunk_prefix_ids, token_ids, self.contains)
+        return []
 
     def sample(self, fingerprint: str, chunk_prefix_ids: Sequence[int]) -> ChunkKey | None:
         """Give any chunk of a model behind a chunk prefix, for looking at what is stored; None if there is none."""
-        return self.storage.catalog.sample(fingerprint, chunk_prefix_ids)
+        self._list()
+        digests = self.index.groups().get((fingerprint, tuple(chunk_prefix_ids)), [])
+        for digest in reversed(digests):
+            listed = self.index.get(digest)
+            if listed is not None and self.contains(listed.key):
+                return listed.key
+        return None
 
     def longest_prefix(self, fingerprint: str) -> tuple[int, ...]:
         """Give the most tokens that chunks of a fingerprint are behind; empty if there is no such chunk."""
-        return self.storage.catalog.longest_prefix(fingerprint)
+        self._list()
+        prefixes = [prefix for name, prefix in self.index.groups() if name == fingerprint]
+        return max(prefixes, key=lambda ids: (len(ids), ids), default=())
 
-    def counts(self, fingerprint: str) -> tuple[int, int]:
+    def known(self, fingerprint: str) -> tuple[int, int]:
         """Count the chunks of a model that are known, and those of all models, in the store's namespace."""
-        return self.storage.catalog.counts(fingerprint)
+        self._list()
+        groups = self.index.groups()
+        of_model = sum(len(digests) for (name, _), digests in groups.items() if name == fingerprint)
+        return of_model, sum(map(len, groups.values()))
 
-    def contains(self, key: ChunkKey) -> bool:
-        """Say whether a chunk is there, without reading it: `get` may still find it damaged."""
-        return key.namespace == self.namespace and self.tier_of(key) is not None
+    def tier_of(self, key: ChunkKey) -> str | None:
+        """Name the nearest memory or tier that has a chunk; None if none has it, or says so now."""
+        for memory in self.memories:
+            if memory.contains(key.digest):
+                return memory.name
+        name = self.name(key.digest)
+        for tier in self.tiers:
+            with contextlib.suppress(OSError):
+                if tier.contains(name):
+                    return tier.name
+        return None
 
-    def delete(self, key: ChunkKey) -> bool:
-        """Remove a chunk from every tier; False if there was none. Raises StoreError if a disk refuses."""
-        return key.namespace == self.namespace and bool(self.remove([key.digest]))
+    # Looking after what is stored
 
-    def reject(self, key: ChunkKey, reason: str) -> None:
-        """Count a chunk that was fetched as a miss after all, and make room for one that is right."""
-        self.storage.stats.count("misses", reason)
-        with contextlib.suppress(StoreError):
-            self.delete(key)
-
-    def note(self, key: ChunkKey, scores: Tensor, important_ratio: float) -> None:
-        """Report how much attention a chunk's tokens got in a request; kept as a moving average, over restarts too.
-
-        Shapes: scores `[tokens]`, as multiples of what a stored token of the prompt got on average.
-        """
-        self.storage.importance.note(key.digest, scores, min(1.0, max(0.0, important_ratio)))
-        self.record_importance(key, important_ratio)
-        self.layer_reader.note(key)
-
-    def record_importance(self, key: ChunkKey, important_ratio: float) -> None:
-        """Report which share of a chunk's tokens turned out to be important, for the policy "importance"."""
-        self.admin.record_importance(key, min(1.0, max(0.0, important_ratio)))
-
-    def protect(self, keys: Iterable[ChunkKey], owner: object) -> Callable[[], object]:
-        """Keep the chunks of a request from being evicted from memory while it runs.
-
-        Memory that is smaller than the request then holds its first chunks, and a further request finds them. Without
-        it each chunk would push out the one that the next request needs first.
-        """
-        return self.admin.protect(keys, owner)
-
-    def pin(self, key: ChunkKey) -> None:
-        """Keep a chunk from being evicted, also after a restart if it is on disk; it still counts against caps."""
-        self.set_pins([key.digest], True)
-
-    def unpin(self, key: ChunkKey) -> None:
-        """Let a chunk be evicted again; arguments and errors as in `pin`."""
-        self.set_pins([key.digest], False)
-
-    def set_pins(self, digests: Iterable[str], pinned: bool) -> None:
-        """Pin chunks, or let them go, by their digests; raises StoreError if a pin cannot be noted."""
-        self.admin.set_pins(digests, pinned)
-
-    def flush(self, wait_s: float = FLUSH_S) -> bool:
-        """Wait until every tier has written or refused what was put; False if something still waits."""
-        return self.admin.flush(wait_s)
-
-    def remove(self, digests: Iterable[str]) -> int:
-        """Remove chunks from every queue and tier by their digests, and count them.
-
-        Raises StoreError if a tier refuses, or takes too long to write a chunk.
-        """
-        return self.admin.remove(digests)
+    def entries(self) -> Iterator[EntryInfo]:
+        """Walk over what is stored in this namespace, in the order of digests."""
+        names = {tier: set(listed) for tier, listed in self._list(thorough=True).items()}
+        for digest in self.index.digests():
+            listed = self.index.get(digest)
+            levels = [memory.name for memory in self.memories if memory.contains(digest)]
+            levels += [tier.name for tier in self.tiers if self.name(digest) in names[tier.name]]
+            if listed is not None and levels:
+                key, nbytes, created = listed
+                yield EntryInfo(digest, key.fingerprint, len(key.token_ids), nbytes, "+".join(levels), created)
 
     def check(self, *, repair: bool = False) -> Iterator[CheckResult]:
         """Read and verify every entry of this namespace; with `repair` what can never become good is removed."""
-        return self.admin.check(repair)
+        for tier in self.tiers:
+            try:
+                names = sorted(tier.names(f"{self._space}/"))
+            except OSError as error:
+                self.counts.warn(tier.name, f"the {tier.name} tier cannot be listed now: {error}")
+                continue
+            for name in names:
+                yield self._check_entry(tier, name, repair)
 
     def collect(self, target_bytes: int | None = None) -> dict[str, int]:
         """Remove what writers that are gone left behind, what is too old, and what is above the caps.
 
         Then evict until no more than `target_bytes` are left in each tier, all namespaces together.
         """
-        return self.admin.collect(target_bytes)
-
-    def tiers(self) -> list[Tier]:
-        """The tiers that keep bytes, the nearest first."""
-        return [bounded.tier for bounded in self.storage.tiers]
-
-    def tier_of(self, key: ChunkKey) -> str | None:
-        """Name the nearest tier that has a chunk; None if none has it, or says so now."""
-        return self.admin.tier_of(key)
-
-    def entries(self) -> Iterator[EntryInfo]:
-        """Walk over what is stored in this namespace, in the order of digests."""
-        return self.admin.entries()
+        removed = {"orphans": 0, "expired": 0, "freed_bytes": 0}
+        for tier in self.tiers:
+            removed["orphans"] += tier.remove_orphans()
+            with contextlib.suppress(OSError):
+                for name, stat in list(tier.listing(f"{self._space}/")):
+                    if self._is_expired(stat):
+                        removed["expired"] += self._discard(tier, name, None, "expired")
+                capacity = self.capacities[tier.name]
+                limits = [limit for limit in (target_bytes, capacity.cap_bytes) if limit is not None]
+                removed["freed_bytes"] += capacity.shrink(min(limits)) if limits else 0
+        return removed
 
     def stats(self) -> dict[str, Any]:
-        """Count what happened since opening, and what is held now.
+        """Count what happened since opening, and what is there now.
 
         Returns:
             `hits`, `stored`, `evicted` and `loaded_bytes` (of K and V that were read) by tier, `misses` by reason,
-            `load_failures` by tier and reason, `store_failures` by error, `dropped_writes` by tier and reason (full,
-            closed, exit, thread, changed), `removed` by cause (corrupt, expired, orphans), `skipped` by tier (or
-            index, order) and reason: what listing passed over, `seconds` by stage and tier, `entries`, and `bytes`,
-            `pinned_bytes` and `capacity_bytes` by tier; those of the disk hold every namespace; `queued_bytes` by
-            tier: what waits to be written; `healthy` by tier: whether it answers.
+            `load_failures` by tier and reason, `store_failures` by error, `removed` by cause (corrupt, expired,
+            orphans), `skipped` by tier and reason: what listing passed over, `seconds` by stage and tier, `entries`,
+            and `bytes` and `capacity_bytes` by tier; those of the disk are of every namespace.
         """
-        return self.admin.stats()
+        levels = [*self.memories, *self.capacities.values()]
+        named = [*(memory.name for memory in self.memories), *self.capacities]
+        return {
+            **{name: self.counts.group(name) for name in _COUNTED},
+            "seconds": {stage: seconds for stage in _TIMED if (seconds := self.counts.group(stage))},
+            "entries": len(self),
+            "bytes": {name: level.nbytes for name, level in zip(named, levels, strict=True)},
+            "capacity_bytes": {name: level.cap_bytes for name, level in zip(named, levels, strict=True)},
+        }
 
     def traffic(self) -> dict[str, tuple[int, float]]:
-        """Bytes of K and V that were read since opening, and the seconds that took, by tier."""
-        return self.admin.traffic()
+        """Give the bytes of K and V that were read since opening, and the seconds that took, by tier."""
+        seconds, nbytes = self.counts.group("load_seconds"), self.counts.group("loaded_bytes")
+        return {tier: (count, seconds.get(tier, 0.0)) for tier, count in nbytes.items()}
 
     def close(self) -> None:
-        """Flush for 30 s at most, and let go of memory and connections; closing twice is allowed."""
+        """Let go of memory and connections; closing twice is allowed."""
         self.layer_reader.close()
-        self.admin.close()
+        for tier in self.tiers:
+            tier.close()
+        for memory in self.memories:
+            memory.clear()
+        self.importance.save()
 
-    def _is_ours(self, key: ChunkKey) -> bool:
-        if key.namespace == self.namespace:
-            return True
-        self.storage.stats.count("misses", "namespace")
-        return False
+    def name(self, digest: str) -> str:
+        """Name the entry of a chunk in a tier."""
+        return f"{self._space}/{digest}"
 
     def __enter__(self) -> Self:
         return self
@@ -270,4 +470,235 @@ class BaseStore:
         return True  # an empty store is a store: `store or other` must not drop it
 
     def __len__(self) -> int:
-        return len(self.storage.catalog)
+        digests = {name[-64:] for names in self._list(thorough=True).values() for name in names}
+        digests.update(chunk.key.digest for memory in self.memories for chunk in memory.chunks())
+        return len(digests)
+
+    def _capacity(self, tier: Tier, limits: Limits) -> Capacity:
+        policy = limits.policy()
+        if not isinstance(tier, DiskTier):
+            return Capacity(tier, policy, self.counts, limits.tier_bytes)
+        spare_folder = tier.root if limits.disk_bytes is None else None
+        folder = tier.root / "index"
+        return Capacity(tier, policy, self.counts, limits.disk_bytes, spare_folder, lambda: logged_bytes(folder))
+
+    def _refuse_fork(self) -> None:
+        if os.getpid() != self._pid:
+            raise StoreError(
+                f"this store was opened by process {self._pid}, and {os.getpid()} is a fork of it: its locks and "
+                "connections stay with the first. Open the store again in this process."
+            )
+
+    def _is_ours(self, key: ChunkKey) -> bool:
+        self._refuse_fork()
+        if key.namespace == self.namespace:
+            return True
+        self.counts.count("misses", "namespace")
+        return False
+
+    def _is_expired(self, stat: ObjectStat) -> bool:
+        """Say whether an entry is too old. Clocks differ: one from the future is as old as it lies ahead."""
+        return self.ttl_s is not None and abs(time.time() - stat.created) > self.ttl_s
+
+    def _nearer(self, tier: Tier) -> list[Tier]:
+        """Give the tiers on this machine that receive what was read from a farther one."""
+        return [other for other in self.tiers[: self.tiers.index(tier)] if other.is_local]
+
+    def _cached(self, keys: Sequence[ChunkKey], layout: Layout | None) -> dict[ChunkKey, ChunkKV]:
+        """Give those of some chunks that are in memory."""
+        chunks: dict[ChunkKey, ChunkKV] = {}
+        for memory in self.memories:
+            missing = [key for key in keys if key not in chunks]
+            chunks |= memory.get(missing, layout)
+        return chunks
+
+    def _cache(self, chunk: ChunkKV) -> ChunkKV:
+        """Take a chunk into memory where there is room for it; gives it as the nearest memory has it."""
+        nearest: ChunkKV | None = None
+        for memory in reversed(self.memories):
+            try:
+                memory.put(chunk)
+            except (RuntimeError, MemoryError) as error:  # of a device that is full
+                self.counts.count("store_failures", type(error).__name__)
+                self.counts.warn(memory.name, f"chunks cannot be kept in the {memory.name} tier ({error})")
+            nearest = memory.peek(chunk.key.digest) or nearest
+        if nearest is None:
+            return chunk
+        self.index.add([Listed(chunk.key, chunk.nbytes, time.time())])
+        return nearest
+
+    def _write(
+        self, tier: Tier, key: ChunkKey, parts: Callable[[], Sequence[memoryview]], *, replaces: bool = False
+    ) -> None:
+        """Write an entry to a tier unless it is there, and list it."""
+        name = self.name(key.digest)
+        try:
+            if replaces or not tier.contains(name):
+                with self.counts.timed("store_seconds", tier.name):
+                    self._put(tier, key, parts())
+                self.counts.count("stored", tier.name)
+                self._skipped.discard((tier.name, name))
+            elif key.digest not in self.index and (stat := tier.stat(name)):
+                self.index.add([Listed(key, stat.nbytes, stat.created)])
+        except (OSError, MemoryError, EntryFault) as error:
+            reason = errno.errorcode.get(getattr(error, "errno", None) or 0, type(error).__name__)
+            self.counts.count("store_failures", reason)
+            text = f"chunks cannot be stored in the {tier.name} tier ({error}); other tiers may have them"
+            self.counts.warn(f"writing to {tier.name}", text)
+
+    def _put(self, tier: Tier, key: ChunkKey, parts: Sequence[memoryview]) -> None:
+        """Make room, then write; on a full device once more, after as much was evicted as is needed."""
+        capacity, nbytes = self.capacities[tier.name], sum(map(len, parts))
+        name = self.name(key.digest)
+        capacity.reserve(nbytes)
+        if capacity.objects and self.index.rows > 2 * capacity.objects + MOST_DEAD:
+            self._list(thorough=True)
+        is_stored = False
+        try:
+            self.index.add([Listed(key, nbytes, time.time())])  # first: no entry is without a row
+            try:
+                tier.put(name, parts)
+            except OSError as error:
+                if error.errno not in _FULL or not capacity.shrink(max(0, capacity.nbytes - 2 * nbytes)):
+                    raise
+                tier.put(name, parts)
+            is_stored = True
+            self.index.touch()
+        finally:
+            capacity.settle(nbytes, stored=is_stored)
+
+    def _delete(self, tier: Tier, name: str, source: Source | None) -> bool:
+        stat = tier.stat(name) if tier.is_local else None
+        removed = tier.delete(name, source)
+        if removed:
+            self.index.touch()
+            self.capacities[tier.name].removed(stat.nbytes if stat else 0)
+        return removed
+
+    def _discard(self, tier: Tier, name: str, source: Source | None, cause: str) -> bool:
+        """Remove an entry, unless another process has put a good one in its place; count it under a cause."""
+        removed = False
+        with contextlib.suppress(OSError):
+            removed = self._delete(tier, name, source)
+            self.counts.count("removed", cause, int(removed))
+        return removed
+
+    def _check_entry(self, tier: Tier, name: str, repair: bool) -> CheckResult:
+        source: Source | None = None
+        digest = name[-64:]
+        try:
+            source = tier.open(name)
+            if source is None:
+                return CheckResult(digest, tier.name, 0, "absent")
+            key = self._read_key(name, source)
+            self.format.open(source, key, None).read()
+            return CheckResult(digest, tier.name, source.stat.nbytes)
+        except EntryFault as fault:
+            removed = repair and fault.corrupt and self._discard(tier, name, source, "corrupt")
+            return CheckResult(digest, tier.name, source.stat.nbytes if source else 0, fault.reason, removed)
+        except (OSError, MemoryError) as error:
+            return CheckResult(digest, tier.name, 0, type(error).__name__)
+        finally:
+            if source is not None:
+                source.close()
+
+    def _read_key(self, name: str, source: Source) -> ChunkKey:
+        """Read which chunk an entry holds, and refuse one that has another name."""
+        key = read_key(source, self.namespace, self.format.kinds)
+        if self.name(key.digest) != name:
+            raise EntryFault("key", f"it is {key.digest}")
+        return key
+
+    def _list(self, thorough: bool = False) -> dict[str, list[str]]:
+        """Bring the index in step with the tiers, and give the names that were listed, by tier.
+
+        Other processes append what they put. A tier on this machine is listed when its log is older than the last
+        change of it, or another one than before, and with `thorough`; others each time, as of some seconds ago.
+        """
+        names: dict[str, list[str]] = {tier.name: [] for tier in self.tiers}
+        is_listed = self._is_listed
+        with contextlib.suppress(OSError):
+            is_same = self.index.refresh()
+            is_listed = is_same and (is_listed or self.index.is_current(self._changed_s()))
+        is_whole = True
+        for tier in self.tiers:
+            if is_listed and not thorough and tier.is_local:
+                continue
+            try:
+                names[tier.name] = list(tier.names(f"{self._space}/"))
+                self._learn(tier, names[tier.name], math.inf if tier.is_local or thorough else _LEARN_S)
+            except OSError as error:
+                is_whole = False
+                logger.info("the %s tier cannot be listed now (%s)", tier.name, error)
+        if is_whole and (thorough or not is_listed):
+            kept = [name[-64:] for listed in names.values() for name in listed]
+            kept += [chunk.key.digest for memory in self.memories for chunk in memory.chunks()]
+            with contextlib.suppress(OSError):
+                self.index.keep_only(kept)
+                self.index.touch()
+        self._is_listed = self._is_listed or is_whole
+        return names
+
+    def _changed_s(self) -> float:
+        return max((tier.changed_s(f"{self._space}/") for tier in self.tiers if tier.is_local), default=0.0)
+
+    def _learn(self, tier: Tier, names: list[str], most_s: float) -> None:
+        """Read which chunks entries hold that are not known, and list them; those that cannot be read are skipped."""
+        until_s = time.monotonic() + most_s
+        page: list[Listed] = []
+        for digest in sorted(self.index.unknown([name[-64:] for name in names])):
+            name = self.name(digest)
+            if (tier.name, name) in self._skipped:
+                continue
+            if time.monotonic() > until_s:
+                break
+            try:
+                source = tier.open(name)
+                if source is None:
+                    continue
+                with contextlib.closing(source):
+                    page.append(Listed(self._read_key(name, source), source.stat.nbytes, source.stat.created))
+            except EntryFault as fault:
+                logger.info("%s is not listed (%s)", name, fault)
+                self._skipped.add((tier.name, name))
+                self.counts.count("skipped", f"{tier.name}:{fault.reason}")
+            except OSError as error:
+                logger.info("%s cannot be read now (%s)", name, error)
+            if len(page) == _PAGE:
+                self.index.add(page)
+                page = []
+        self.index.add(page)
+
+
+class RecordedSource:
+    """An opened object in front of another one, read from its first byte on; no byte of it is read twice."""
+
+    def __init__(self, source: Source) -> None:
+        self.stat = source.stat
+        self.identity = source.identity
+        self._source = source
+        # takes memory only as it is filled: whether the size is a sane one turns out when the header is read
+        self._content = np.empty(source.stat.nbytes, np.uint8).data
+        self._filled = 0  # bytes of it that were read, from the first on
+
+    def read_into(self, start: int, target: memoryview) -> None:
+        """Fill `target` with the bytes from `start` on; raises EntryFault("truncated") if there are fewer."""
+        stop = start + len(target)
+        if stop > self.stat.nbytes:
+            raise EntryFault("truncated", f"the bytes end {stop - self.stat.nbytes} too early")
+        if stop > self._filled:
+            self._source.read_into(self._filled, self._content[self._filled : stop])
+            self._filled = stop
+        target[:] = self._content[start:stop]
+
+    def release(self) -> memoryview | None:
+        """Hand the whole object over, or None if some of it was not read."""
+        content = self._content
+        is_whole = self._filled == self.stat.nbytes
+        self._content = memoryview(b"")
+        self._filled = 0
+        return content if is_whole else None
+
+    def close(self) -> None:
+        """Close the object; its bytes stay until they are released. Closing twice is allowed."""
+        self._source.close()

@@ -12,7 +12,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from throttled import WrappedTier
 
@@ -113,49 +113,40 @@ class FaultyTier(WrappedTier):
         with self._lock:
             return self._random.randrange(stop)
 
-    def replace(self, name: str, parts: Sequence[memoryview]) -> None:
-        Tier.replace(self, name, parts)
-
     def open(self, name: str) -> Source | None:
         fault = self.draw("open")
         if fault == "absent":
             return None
         if fault == "other":
-            others = sorted(other for other, _ in self.tier.listing(f"{name[:2]}/") if other != name)
+            others = sorted(other for other, _ in self.tier.listing(name[:17]) if other != name)
             name = others[self.below(len(others))] if others else name
         source = self.tier.open(name)
         return _FaultySource(source, self) if source is not None else None
 
-    def put_if_absent(self, name: str, parts: Sequence[memoryview]) -> bool:
+    def put(self, name: str, parts: Sequence[memoryview]) -> None:
         fault = self.draw("put")
+        content = bytearray(b"".join(parts))
         if fault == "lost":
-            return True
+            return
         if fault == "torn":
-            content = b"".join(parts)
-            self.tier.put_if_absent(name, [memoryview(content[: len(content) // 2])])
+            self.tier.put(name, [memoryview(content)[: len(content) // 2]])
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         if fault == "flip":
-            changed = bytearray(b"".join(parts))
-            place = self.below(len(changed) * 8)
-            changed[place // 8] ^= 1 << place % 8
-            return self.tier.put_if_absent(name, [memoryview(changed)])
-        return self.tier.put_if_absent(name, parts)
+            bit = self.below(len(content) * 8)
+            content[bit // 8] ^= 1 << bit % 8
+        self.tier.put(name, [memoryview(content)])
 
     def delete(self, name: str, source: Source | None = None) -> bool:
         self.draw("delete")
         return self.tier.delete(name, source)
 
-    def listing(self, prefix: str = "", known: Container[str] = ()) -> Iterator[tuple[str, ObjectStat | None]]:
+    def listing(self, prefix: str = "") -> Iterator[tuple[str, ObjectStat]]:
         self.draw("names")
-        return self.tier.listing(prefix, known)
+        return self.tier.listing(prefix)
 
     def stat(self, name: str) -> ObjectStat | None:
         self.draw("stat")
         return self.tier.stat(name)
-
-    def contains(self, name: str) -> bool:
-        self.draw("stat")
-        return self.tier.contains(name)
 
     def _decide(self, operation: str) -> str:
         for name in self._armed:

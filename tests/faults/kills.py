@@ -22,7 +22,6 @@ from .fault import FaultClass, Verdict
 from .world import drawn_chunk
 
 KEPT = 12  # kills in one folder before it is emptied
-PINNED = 0
 CAP_CHUNKS = 6
 ENTRY_BYTES = 34_000  # one of the middle length
 
@@ -35,9 +34,6 @@ class Killing(FaultClass):
             if self.outcome.kills % KEPT == 0:
                 clear(self.folder)
                 self.folder.mkdir()
-                with self.opened(capped=False) as store:
-                    store.put(drawn_chunk(PINNED))
-                    store.pin(drawn_chunk(PINNED).key)
             capped = self.outcome.kills // KEPT % 2 == 1
             self.check(self.kill_one(capped), capped)
 
@@ -62,7 +58,7 @@ class Killing(FaultClass):
     def _look(self, acknowledged: list[int], capped: bool) -> Verdict:
         """What was acknowledged is there, if there is room; what is listed is whole."""
         with self.opened(capped) as store:
-            kept = [PINNED] if capped else [PINNED, *acknowledged]
+            kept = [] if capped else acknowledged
             verdicts = [self.find(store, drawn_chunk(number)) for number in kept]
             if capped:  # may have been evicted since
                 verdicts += [self.expect(store, drawn_chunk(number)) for number in acknowledged[-2:]]
@@ -106,7 +102,7 @@ def read_numbers(pipe: int, most: int | None = None) -> list[int]:
     return told
 
 
-CALLS = "open write fdatasync fsync rename unlink mkdir lstat stat scandir close preadv".split()
+CALLS = "open write fdatasync fsync replace unlink mkdir lstat stat scandir close preadv utime".split()
 MODES = ("before", "after", "within")
 
 
@@ -137,8 +133,6 @@ class CallKills(Killing):
         for number in range(first + 1, first + 4):
             store.put(drawn_chunk(number))
             _quietly(partial(tell, number))
-        store.pin(drawn_chunk(first + 3).key)
-        store.unpin(drawn_chunk(first + 3).key)
         store.put(drawn_chunk(first + 999))
         store.delete(drawn_chunk(first + 999).key)
         store.close()
@@ -182,7 +176,7 @@ PUT_CHUNKS = 40  # of one child
 
 
 class KillsBehind(Killing):
-    """The child puts chunks, which threads write to a farther tier, and is killed a few milliseconds later."""
+    """The child puts chunks on disk and in a farther tier, and is killed a few milliseconds later."""
 
     kill_share = 0.3
 

@@ -53,7 +53,7 @@ class Prefills(FaultClass):
         if name not in self._files:
             with self._opened(name) as store:
                 self._answer(store, REQUESTS[0])
-            files = [path for path in (self.folder / name).rglob("*") if path.is_file() and "index" not in path.parts]
+            files = list((self.folder / name / "objects").rglob("*.safetensors"))
             self._files[name] = {path: path.read_bytes() for path in sorted(files)}
             assert len(self._files[name]) == 1 + len(self._chunks), "an entry for the prefix and one for each chunk"
         if (name, request) not in self._clean:

@@ -5,7 +5,6 @@
 import errno
 import os
 import random
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -26,28 +25,24 @@ from .world import ModelCache, drawn_chunk
 
 DURING = ("one bit of an answer", "zeros", "another object", "a short answer", "an error", "nothing in time")
 AFTERWARDS = ("other bytes after the first reading", "gone after the first reading")
-HURRY_S, PATIENCE_S = 0.005, 60.0
 
 
 class FaultyServer(RemoteTier):
     """Objects by name."""
 
     def __init__(self, objects: dict[str, bytes], way: str = "", draw: random.Random | None = None) -> None:
-        super().__init__("server", HURRY_S if way == "nothing in time" else PATIENCE_S)
+        super().__init__("server")
         self.objects, self.way, self.draw = objects, way, draw or random.Random(0)
         self.sent = 0  # bytes of objects, since it was opened
         self._answers, self._fails_at = 0, self.draw.randrange(3)
 
-    def ask_ping(self) -> object:
-        return self.objects
-
     def ask_stat(self, name: str) -> RemoteObject | None:
         content = self.objects.get(name)
-        if content is None or self._is_over(content):
-            return None if content is None or self.way.startswith("gone") else self._found(content)
-        return self._found(content)
+        if content is None or (self._is_over(content) and self.way.startswith("gone")):
+            return None
+        return RemoteObject(ObjectStat(len(content), 0.0), hash(content))
 
-    def ask_bytes(self, name: str, found: RemoteObject, start: int, stop: int) -> bytes:
+    def ask_bytes(self, name: str, start: int, stop: int) -> bytes:
         content = self.objects[name]
         is_over = self._is_over(content)
         answer = bytearray(content[start:stop])
@@ -59,20 +54,14 @@ class FaultyServer(RemoteTier):
             return b"" if self.way.startswith("gone") else bytes(byte ^ 1 for byte in answer)
         return bytes(answer)
 
-    def ask_put(self, name: str, content: bytes) -> bool:
-        objects = self.objects
-        return name not in objects and objects.setdefault(name, content) is content
+    def ask_put(self, name: str, content: bytes) -> None:
+        self.objects[name] = content
 
     def ask_delete(self, name: str, identity: object) -> bool:
         return self.objects.pop(name, None) is not None
 
-    def ask_all(self, space: str) -> Mapping[str, ObjectStat]:
-        return {
-            name: ObjectStat(len(content), 0.0) for name, content in self.objects.items() if name.startswith(space)
-        }
-
-    def _found(self, content: bytes) -> RemoteObject:
-        return RemoteObject(ObjectStat(len(content), 0.0), hash(content))
+    def ask_all(self) -> Mapping[str, ObjectStat]:
+        return {name: ObjectStat(len(content), 0.0) for name, content in self.objects.items()}
 
     def _is_over(self, content: bytes) -> bool:
         return self.way in AFTERWARDS and self.sent >= len(content)
@@ -81,7 +70,7 @@ class FaultyServer(RemoteTier):
         if self.way == "an error":
             raise ConnectionResetError("the connection was reset")
         if self.way == "nothing in time":
-            time.sleep(4 * HURRY_S + (stop - start) / 20e6)
+            raise TimeoutError("no answer came")
         if self.way == "another object":
             other = self.draw.choice([one for one in self.objects if one != name])
             return self.objects[other][start:stop]
@@ -89,8 +78,8 @@ class FaultyServer(RemoteTier):
             return bytes(answer[: self.draw.randrange(len(answer))])
         if self.way == "zeros":
             return bytes(len(answer))
-        place = self.draw.randrange(len(answer))
-        answer[place] ^= 1 << self.draw.randrange(8)
+        bit = self.draw.randrange(8 * len(answer))
+        answer[bit // 8] ^= 1 << bit % 8
         return bytes(answer)
 
 
@@ -219,7 +208,7 @@ def _empty(disk: Path) -> None:
 
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.EACCES)
 FAILING_CHUNKS = 20
-CALLS = ("open", "write", "fdatasync", "rename", "fsync", "mkdir", "lstat", "preadv", "unlink", "close")
+CALLS = ("open", "write", "fdatasync", "replace", "fsync", "mkdir", "lstat", "preadv", "unlink", "close", "utime")
 
 
 class FailingCalls(FaultClass):

@@ -18,6 +18,7 @@ import torch
 
 from hf_blend.prefill.pipeline import Pipeline
 from hf_blend.store import ChunkKey, ChunkKV, ChunkStore
+from hf_blend.store.stream import StreamedLayers
 from tests.conftest import build_tiny_model
 
 from .damage import clear
@@ -133,14 +134,16 @@ def take(
 
     def recompute() -> ChunkKV:
         computed.append(1)
-        return true
+        return store.put(true)
 
     if way == "get":
         whole = store.get(true.key)
         return ([] if whole is None else [whole]), False
-    streams = [store.stream(true.key, recompute) for _ in range(2 if way == "two streams" else 1)]
+    streams = [store.stream(true.key) for _ in range(2 if way == "two streams" else 1)]
     chunks = [chunk for chunk in streams if chunk is not None]
-    coming: list[Any] = [chunk.layers for chunk in chunks if hasattr(chunk.layers, "fetch_kv")]
+    coming = [chunk.layers for chunk in chunks if isinstance(chunk.layers, StreamedLayers)]
+    for layers in coming:
+        layers.recompute = recompute
     reading = [Pipeline([layers], 2) for layers in coming if way == "stream read ahead"]
     orders = [list(range(len(chunk.layers))) for chunk in chunks]
     if way == "stream in any order":
@@ -150,7 +153,8 @@ def take(
     for number, places in enumerate(zip(*orders, strict=False)):
         before(number)
         for chunk, place, layers in zip(chunks, places, found, strict=True):
-            layers[place] = chunk.layers[place]
+            streamed = isinstance(chunk.layers, StreamedLayers)
+            layers[place] = chunk.layers.load(place) if streamed else chunk.layers[place]
     for one in reading:
         one.close()
     got = [replace(c, layers=tuple(has[n] for n in sorted(has))) for c, has in zip(chunks, found, strict=True)]

@@ -2,12 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small chunks of made-up KV, ways to look at what a store left on disk, and real servers to keep chunks in."""
 
-import contextlib
 import secrets
-import socket
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +14,8 @@ import torch
 
 from hf_blend import plugins
 from hf_blend.store import ChunkKey, ChunkKV
-from hf_blend.store.catalog import Catalog
-from hf_blend.store.entry import KIND, encode_entry
+from hf_blend.store.entry import KIND, PackedChunk
 from hf_blend.store.format import Header
-from hf_blend.store.index import Index
 from hf_blend.store.tiers.base import BytesSource, Tier
 from hf_blend.store.tiers.disk import DiskTier
 from hf_blend.store.tiers.memory import MemoryTier
@@ -53,28 +47,19 @@ def build_chunk(
     return ChunkKV(key, pairs, ((normal(tokens, 4), normal(tokens, 4)),), (0,) * (layers - 1) + (-1,))
 
 
-def assert_same_chunk(got: ChunkKV | None, wanted: ChunkKV) -> None:
+def assert_same_chunk(got: ChunkKV | None, expected: ChunkKV) -> None:
     """Compare bit for bit."""
     assert got is not None
-    assert got.key == wanted.key
-    assert got.layer_table == wanted.layer_table
-    pairs = zip(got.named_tensors(), wanted.named_tensors(), strict=True)
-    for (name, tensor), (wanted_name, wanted_tensor) in pairs:
-        assert (name, tensor.dtype, tensor.shape) == (wanted_name, wanted_tensor.dtype, wanted_tensor.shape)
-        assert tensor.contiguous().view(-1).view(torch.uint8).equal(wanted_tensor.reshape(-1).view(torch.uint8))
-
-
-def catalog_of(*chunks: Sequence[int]) -> Catalog:
-    """A catalog of chunks of the model "f" behind the sink 1, in memory."""
-    index = Index()
-    for key in (ChunkKey("f", (1,), tuple(chunk)) for chunk in chunks):
-        index.enter([(key.digest, 1, 0.0, "")])
-        index.describe([(key.digest, key)], "")
-    return Catalog("", [], [index])
+    assert got.key == expected.key
+    assert got.layer_table == expected.layer_table
+    pairs = zip(got.named_tensors(), expected.named_tensors(), strict=True)
+    for (name, tensor), (expected_name, expected_tensor) in pairs:
+        assert (name, tensor.dtype, tensor.shape) == (expected_name, expected_tensor.dtype, expected_tensor.shape)
+        assert tensor.contiguous().view(-1).view(torch.uint8).equal(expected_tensor.reshape(-1).view(torch.uint8))
 
 
 def content_of(chunk: ChunkKV) -> bytes:
-    return b"".join(encode_entry(chunk))
+    return b"".join(PackedChunk(chunk, "raw").parts)
 
 
 def header_of(content: bytes) -> bytes:
@@ -93,10 +78,10 @@ def with_text(header: Header, **texts: str) -> Header:
     return replace(header, about={**header.about, **texts})
 
 
-def with_plan(header: Header, place: int, **changes: Any) -> Header:
+def with_plan(header: Header, number: int, **changes: Any) -> Header:
     """A header that says something else of one tensor."""
     plans = list(header.tensors)
-    plans[place] = replace(plans[place], **changes)
+    plans[number] = replace(plans[number], **changes)
     return replace(header, tensors=tuple(plans))
 
 
@@ -129,19 +114,16 @@ def s3_command(port: int) -> list[str]:
     return [sys.executable, "-P", "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
 
 
-PATIENT_S = 60.0  # where no server fails, none is ever given up
-
-
-def redis_tier(server: Server, deadline_s: float = PATIENT_S) -> Tier:
+def redis_tier(server: Server) -> Tier:
     """A tier in a server, for a test that has the server to itself."""
-    return plugins.load("store.tiers", "redis")(f"redis://127.0.0.1:{server.port}/0", deadline_s=deadline_s)
+    return plugins.load("store.tiers", "redis")(f"redis://127.0.0.1:{server.port}/0")
 
 
-def s3_tier(server: Server, deadline_s: float = PATIENT_S) -> Tier:
+def s3_tier(server: Server) -> Tier:
     """A tier in a new bucket."""
     options = {"key": "any", "secret": "any", "endpoint_url": f"http://127.0.0.1:{server.port}"}
     url = f"s3://{secrets.token_hex(8)}"
-    tier = plugins.load("store.tiers", "fsspec")(f"{url}/kv", deadline_s=deadline_s, **options)
+    tier = plugins.load("store.tiers", "fsspec")(f"{url}/kv", **options)
     tier._files.mkdir(url)
     return tier
 
@@ -203,56 +185,3 @@ TIER_FACTORIES: dict[str, Callable[[Path], Tier]] = {
 def tier_factory(request, served_tier) -> Callable[[Path], Tier]:
     """Makes a tier of each kind; gets an empty folder."""
     return TIER_FACTORIES.get(request.param) or (lambda folder: served_tier(request.param))
-
-
-class Proxy:
-    """Stands between a client and a server, and passes on what the server says whole, or in a way that a test chooses.
-
-    The ways are "cut" (the connection ends in the middle), "drip" (a byte now and then) and "garbage" (other bytes).
-    """
-
-    def __init__(self, port: int) -> None:
-        self.way, self._behind = "whole", port
-        self._listening = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listening.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def close(self) -> None:
-        self._listening.close()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = self._listening.accept()
-                server = socket.create_connection(("127.0.0.1", self._behind))
-                for one, other, answers in ((client, server, False), (server, client, True)):
-                    threading.Thread(target=self._pass_on, args=(one, other, answers), daemon=True).start()
-
-    def _pass_on(self, one: socket.socket, other: socket.socket, answers: bool) -> None:
-        with contextlib.suppress(OSError), one, other:
-            while part := one.recv(65536):
-                way = self.way if answers else "whole"
-                if way == "drip":
-                    for byte in part[:40]:
-                        other.send(bytes([byte]))
-                        time.sleep(0.05)
-                    return
-                if way == "garbage":
-                    part = bytes(byte ^ 1 if place % 7 == 3 else byte for place, byte in enumerate(part))
-                other.sendall(part[: len(part) // 2] if way == "cut" else part)
-                if way == "cut":
-                    return
-
-
-@pytest.fixture
-def proxied_tier(shared_server) -> Iterator[Callable[[str], tuple[Proxy, Tier]]]:
-    """Makes a tier of a kind whose server is asked through a proxy."""
-    opened = []
-
-    def make(kind: str) -> tuple[Proxy, Tier]:
-        opened.append(Proxy(shared_server(kind).port))
-        return opened[-1], SERVED[kind][1](opened[-1])
-
-    yield make
-    for proxy in opened:
-        proxy.close()

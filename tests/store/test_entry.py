@@ -16,7 +16,7 @@ from safetensors.torch import load
 
 from hf_blend.errors import ConfigError, StoreError
 from hf_blend.store import ChunkKey
-from hf_blend.store.entry import KIND, EntryReader, encode_entry, read_key
+from hf_blend.store.entry import KIND, EntryReader, read_key
 from hf_blend.store.format import HEADER_CAP_BYTES, Header, hash_namespace
 from hf_blend.store.tiers.base import EntryFault
 
@@ -44,7 +44,7 @@ def reason_of(source, content, key):
     return caught.value.reason
 
 
-def test_the_digest_of_a_key_is_that_of_the_written_down_encoding():
+def test_digest_of_a_key_is_that_of_the_written_down_encoding():
     def part(data):
         return len(data).to_bytes(8, "little") + data
 
@@ -71,14 +71,14 @@ def test_keys_that_differ_anywhere_have_different_digests():
 
 
 @pytest.mark.parametrize("ids", [(1.5,), ("a",), (-1,), (2**31,), ()])
-def test_a_key_takes_ids_from_tensors_and_lists_and_refuses_what_is_no_token(ids):
+def test_key_takes_ids_from_tensors_and_lists_and_refuses_what_is_no_token(ids):
     with pytest.raises(ConfigError, match="token"):
         ChunkKey("f", (), ids)
     assert ChunkKey("f", [], torch.tensor([3, 4])) == ChunkKey("f", (), (3, 4))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_chunk_comes_back_bit_for_bit(chunk, same, source, content, dtype):
+def test_chunk_comes_back_bit_for_bit(chunk, same, source, content, dtype):
     stored = chunk(dtype=dtype)
     same(EntryReader(source(content(stored)), stored.key).read(), stored)
 
@@ -95,7 +95,7 @@ def test_read_takes_narrow_values_before_a_wide_type_and_absurd_but_empty_shapes
         assert EntryReader(source(bad), stored.key).read().layers[1][1].shape == shape
 
 
-def test_an_entry_is_aligned_safetensors_without_text_of_the_user_and_k_and_v_lie_side_by_side(chunk, content):
+def test_entry_is_aligned_safetensors_without_text_of_the_user(chunk, content):
     stored = chunk(dtype=torch.bfloat16)
     tensors = load(content(stored))
     assert tensors["token_ids"].tolist() == list(stored.key.token_ids)
@@ -114,7 +114,7 @@ def test_an_entry_is_aligned_safetensors_without_text_of_the_user_and_k_and_v_li
     assert hash_namespace("tenant").encode() in content(chunk(namespace="tenant"))
 
 
-def test_damage_is_found_before_its_layer_is_used_and_every_other_length(chunk, source, content):
+def test_damage_is_found_before_its_layer_is_used(chunk, source, content):
     stored = chunk(layers=2)
     bad = bytearray(content(stored))
     bad[-1] ^= 1  # values of the last layer
@@ -190,18 +190,18 @@ HOSTILE = {
 }
 
 
-def test_a_header_that_the_tests_seal_again_is_read(chunk, same, source, content):
+def test_header_sealed_by_the_tests_is_read(chunk, same, source, content):
     stored = chunk()
     same(EntryReader(source(with_header(content(stored), lambda text: text)), stored.key).read(), stored)
     with pytest.raises(EntryFault, match="not what its content says"):  # and not: the seal does not fit
         EntryReader(source(with_header(content(stored), metadata(canary="x"))), stored.key)
 
 
-def test_a_hostile_header_is_refused_and_gives_no_wrong_key(chunk, source, content):
+def test_hostile_header_is_refused_and_gives_no_wrong_key(chunk, source, content):
     stored, passed = chunk(), []
     for name, change in HOSTILE.items():
         bad = with_header(content(stored), change)
-        if reason_of(source, bad, stored.key) != "format":
+        if reason_of(source, bad, stored.key) not in ("format", "kind"):
             passed.append(name)
         with contextlib.suppress(EntryFault):
             assert read_key(source(bad), "") == stored.key, name
@@ -211,7 +211,7 @@ def test_a_hostile_header_is_refused_and_gives_no_wrong_key(chunk, source, conte
         assert reason_of(source, bad, stored.key) == "format"
 
 
-def test_a_chunk_that_claims_absurd_amounts_is_refused_before_memory_is_taken(chunk, content):
+def test_chunk_that_claims_absurd_amounts_is_refused_before_memory_is_taken(chunk, content):
     stored = chunk((5,))
     good = Header.decode(header_of(content(stored)), KIND)
 
@@ -230,7 +230,7 @@ def test_a_chunk_that_claims_absurd_amounts_is_refused_before_memory_is_taken(ch
         read_key(Endless(0, (1 << 39,)), "")
 
 
-def test_the_key_of_an_entry_can_be_read_without_its_kv(chunk, source, content):
+def test_key_is_read_without_kv(chunk, source, content):
     stored = chunk(namespace="n")
     assert read_key(source(content(stored)), "n") == stored.key
     with pytest.raises(EntryFault) as caught:
@@ -238,7 +238,7 @@ def test_the_key_of_an_entry_can_be_read_without_its_kv(chunk, source, content):
     assert (caught.value.reason, caught.value.corrupt) == ("namespace", False)
 
 
-def test_reading_only_the_key_checks_it_too(chunk, source, content):
+def test_read_key_checks_the_ids(chunk, source, content):
     stored, other = chunk((5, 6, 7)), chunk((5, 6, 8))
     mislabelled = reheaded(content(stored), lambda header: with_text(header, key=other.key.digest))
     with pytest.raises(EntryFault, match="key"):
@@ -252,8 +252,8 @@ def test_reading_only_the_key_checks_it_too(chunk, source, content):
             read_key(source(bytes(other_ids)), "")
 
 
-def test_what_could_not_be_read_back_is_not_written(chunk):
+def test_chunk_that_could_not_be_read_back_is_not_written(chunk, content):
     with pytest.raises(StoreError, match=r"\d+ tensors are too many"):
-        encode_entry(chunk((5,), layers=5000))
+        content(chunk((5,), layers=5000))
     with pytest.raises(StoreError, match="complex64"):
-        encode_entry(chunk().map(lambda tensor: tensor.to(torch.complex64)))
+        content(chunk().map(lambda tensor: tensor.to(torch.complex64)))

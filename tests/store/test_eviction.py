@@ -1,207 +1,179 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Who leaves a full tier: by policy, never what is pinned, never more than is needed, and the same after a restart."""
+"""Caps hold, the lowest score leaves first, and the order survives a restart."""
 
-import math
 import os
-import random
 import time
-from types import SimpleNamespace
 
 import pytest
 
-from hf_blend import plugins
-from hf_blend.store import ChunkStore, budget, memory
-from hf_blend.store.budget import BoundedTier, Budget
-from hf_blend.store.index import Index, one_more
+from hf_blend import ChunkStore, plugins
+from hf_blend.store.eviction.base import HALF_LIFE_S, add_use
+from hf_blend.store.tiers.disk import DiskTier
 from hf_blend.store.tiers.memory import MemoryTier
 
 POLICIES = plugins.describe("store.eviction")
 
 
-def used(policy, uses, path=None):
-    scores = plugins.load("store.eviction", policy)()
-    budget = Budget(None, scores, Index(path, scores))
-    for name, share in uses:
-        budget.use(name) if name in budget.index else budget.add(name, 1)
-        if share is not None:
-            budget.use(name, share)
-    return budget
+@pytest.fixture(scope="module")
+def entry_bytes(chunk, content):
+    return len(content(chunk((5, 0))))
 
 
-def order(budget):
-    budget.apply()
-    return [name for name, _ in budget.index.in_order()]
+def numbers(store):
+    return sorted(entry_number for entry_number in range(10) if store.contains(KEYS[entry_number]))
+
+
+KEYS: dict[int, object] = {}
+
+
+@pytest.fixture(autouse=True)
+def _keys(chunk):
+    KEYS.update({number: chunk((5, number)).key for number in range(10)})
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_objects_leave_once_each_by_score_in_the_same_order_after_a_restart(tmp_path, policy):
-    draw = random.Random(0)
-    uses = [(f"n{draw.randrange(40)}", draw.choice([None, draw.random()])) for _ in range(300)]
-    whole, path = used(policy, uses), tmp_path / "index" / "t.sqlite"
-    used(policy, uses[:150], path).apply()
-    first = order(whole)
-    assert order(used(policy, uses[150:], path)) == first
-    assert sorted(first) == sorted({name for name, _ in uses})
-    assert whole.victims(0) == []
-    whole._cap_bytes = 30
-    whole.set_pin(first[0], True)
-    assert whole.victims(0) == first[1:11]
+def test_disk_keeps_its_cap_and_its_order_after_a_restart(tmp_path, chunk, entry_bytes, policy):
+    given = {"memory_bytes": 0, "durability": "none", "eviction": policy, "disk_bytes": 4 * entry_bytes}
+    with ChunkStore.open(tmp_path, **given) as store:
+        for number in range(4):
+            store.put(chunk((5, number)))
+        for number in (0, 0, 2):
+            assert store.get(KEYS[number]) is not None
+    with ChunkStore.open(tmp_path, **given) as store:
+        store.put(chunk((5, 4)))
+        assert store.get(KEYS[4]) is not None
+        store.put(chunk((5, 5)))
+        assert numbers(store) == [0, 2, 4, 5]
+        assert store.stats()["evicted"] == {"disk": 2}
+        assert store.stats()["bytes"]["disk"] <= 4 * entry_bytes
 
 
-def test_another_policy_scores_what_is_known_of_uses(tmp_path):
-    path = tmp_path / "index" / "t.sqlite"
-    used("importance", [("a", 0.9), ("b", 0.1), ("c", 0.5)], path).apply()
-    assert order(used("lru", [], path)) == ["a", "b", "c"]
-    assert order(used("lru", [("a", None)], path)) == ["b", "c", "a"]
-    assert order(used("importance", [], path)) == ["b", "c", "a"], "what was reported is still known"
+@pytest.mark.parametrize("policy", POLICIES)
+def test_score_depends_on_its_arguments_alone_and_a_use_never_lowers_it(policy):
+    score = plugins.load("store.eviction", policy)().score
+    for before in (0.0, 1e9, 1.7e9, 1.7e9 + 30 * HALF_LIFE_S):
+        assert score(before, 1.7e9, 1.0) >= min(before, 1.7e9)
+        assert score(before, 1.7e9, 1.0) == plugins.load("store.eviction", policy)().score(before, 1.7e9, 1.0)
+        assert score(before, 1.7e9, -0.5) <= max(before, 1.7e9)
 
 
-def test_importance_and_lfu_score_by_what_is_asked_for_often():
-    uses = [("often", 0.5)] * 5 + [("rare", 0.5), ("idle", 0.01), ("idle", 0.01), ("idle", 0.01)]
-    assert order(used("importance", uses)) == ["idle", "rare", "often"]
-    frequency, uses = -math.inf, (3.0, 10.0, 500.0, 2000.0)
-    for count, use in enumerate(uses, 1):
-        frequency = one_more(frequency, use)
-        assert frequency == pytest.approx(math.log(sum(2 ** (one / 512) for one in uses[:count])))
-    budget = used("lfu", [("a", None), ("b", None), ("a", None)])
-    before = order(budget)
-    budget.use("b", 0.5)
-    assert order(budget) == before == ["b", "a"], "a report of important tokens is no use"
+def test_add_use_counts_uses_that_halve():
+    now_s = 1.7e9
+    assert add_use(now_s, now_s, 1.0) == pytest.approx(now_s + HALF_LIFE_S)  # two uses
+    assert add_use(add_use(now_s, now_s, 1.0), now_s, -1.0) == pytest.approx(now_s)
+    day_later = now_s + HALF_LIFE_S
+    assert add_use(now_s + HALF_LIFE_S, day_later, 1.0) == pytest.approx(day_later + HALF_LIFE_S)  # 2 halved, and 1
+    assert add_use(0.0, now_s, 1.0) == now_s, "what was used long ago is forgotten"
 
 
-@pytest.fixture
-def entry_bytes(tmp_path, chunk):
-    with ChunkStore.open(tmp_path / "probe", memory_bytes=0) as probe:
-        probe.put(chunk())
-        return next(iter(probe.entries())).nbytes
+def test_importance_keeps_the_chunk_whose_tokens_matter_and_lfu_the_one_used_often(tmp_path, chunk, entry_bytes):
+    for policy, kept in (("importance", [1, 2]), ("lfu", [0, 2]), ("lru", [1, 2])):
+        given = {"memory_bytes": 0, "durability": "none", "eviction": policy, "disk_bytes": 2 * entry_bytes}
+        with ChunkStore.open(tmp_path / policy, **given) as store:
+            for number in (0, 1):
+                store.put(chunk((5, number)))
+            for _ in range(3):
+                store.get(KEYS[0])
+                store.record_importance(KEYS[0], 0.01)
+            store.get(KEYS[1])
+            store.record_importance(KEYS[1], 1.0)
+            assert store.reads_importance == (policy == "importance")
+            store.put(chunk((5, 2)))
+            assert numbers(store) == kept, policy
 
 
-def held(store, chunks):
-    return [number for number, one in enumerate(chunks) if store.contains(one.key)]
-
-
-def test_the_disk_keeps_its_cap_and_its_order_after_a_restart(tmp_path, chunk, entry_bytes):
-    chunks = [chunk((5, 6, 7 + number)) for number in range(6)]
-    settings = {"memory_bytes": 0, "disk_bytes": 3 * entry_bytes}
-    with ChunkStore.open(tmp_path / "s", **settings) as store:
-        for one in chunks[:3]:
-            store.put(one)
-        store.get(chunks[0].key)
-    with ChunkStore.open(tmp_path / "s", **settings) as store:
-        store.put(chunks[3])
-        assert held(store, chunks) == [0, 2, 3]
-        assert store.stats()["bytes"]["disk"] <= store.stats()["capacity_bytes"]["disk"]
-        assert store.stats()["evicted"] == {"disk": 1}
-        assert len(store) == 3
-
-
-def test_what_is_pinned_stays_and_a_full_house_refuses(tmp_path, chunk, entry_bytes):
-    chunks = [chunk((5, 6, 7 + number)) for number in range(4)]
-    settings = {"memory_bytes": 0, "disk_bytes": 2 * entry_bytes}
-    with ChunkStore.open(tmp_path / "s", **settings) as store:
-        store.put(chunks[0])
-        store.pin(chunks[0].key)
-    with ChunkStore.open(tmp_path / "s", **settings) as store:
-        store.put(chunks[1])
-        store.put(chunks[2])
-        assert held(store, chunks) == [0, 2]
-        store.pin(chunks[2].key)
-        store.put(chunks[3])
-        assert held(store, chunks) == [0, 2]
-        assert store.stats()["store_failures"] == {"ENOSPC": 1}
-        store.unpin(chunks[0].key)
-        store.put(chunks[3])
-        assert held(store, chunks) == [2, 3]
-
-
-def test_what_can_never_fit_evicts_nothing_and_what_is_larger_than_all_may_be_leaves_first(
-    tmp_path, chunk, entry_bytes
-):
-    chunks = [chunk((5, 6, 7 + number)) for number in range(3)]
-    large = chunk(range(3, 400))
-    with ChunkStore.open(tmp_path / "s", memory_bytes=0) as store:
-        for one in (*chunks[:2], large):
-            store.put(one)
-    settings = {"memory_bytes": 0, "disk_bytes": 3 * entry_bytes}
-    with ChunkStore.open(tmp_path / "s", **settings) as store:
-        store.put(chunks[2])
-        assert held(store, [*chunks, large]) == [0, 1, 2]
+def test_chunk_that_can_never_fit_evicts_nothing_and_stays_in_memory(tmp_path, chunk, entry_bytes, same):
+    large = chunk(range(2000))
+    with ChunkStore.open(tmp_path, disk_bytes=3 * entry_bytes, durability="none") as store:
+        for number in range(3):
+            store.put(chunk((5, number)))
         store.put(large)
-        assert held(store, [*chunks, large]) == [0, 1, 2]
-        assert store.stats()["store_failures"] == {"ENOSPC": 1}
+        assert numbers(store) == [0, 1, 2]
+        same(store.get(large.key), large)
+        stats = store.stats()
+        assert (stats["store_failures"], stats["evicted"]) == ({"ENOSPC": 1}, {})
 
 
-def test_sizes_of_the_index_are_read_again_before_more_leaves_than_comes(tmp_path, chunk, entry_bytes):
-    chunks, settings = [chunk((5, 6, 7 + number)) for number in range(4)], {"disk_bytes": 10 * entry_bytes}
-    with ChunkStore.open(tmp_path / "s", memory_bytes=0, **settings) as store:
-        for one in chunks[:3]:
-            store.put(one)
-        (tier,) = store.storage.tiers
-        tier.index.enter([(name, 9 * entry_bytes, time.time(), None) for name in tier.index.names("")])
-    with ChunkStore.open(tmp_path / "s", memory_bytes=0, **settings) as store:
-        store.put(chunks[3])
-        assert held(store, chunks) == [0, 1, 2, 3]
-        assert store.stats()["bytes"]["disk"] == sum(one.nbytes for one in store.entries()) < 5 * entry_bytes
+def test_entry_used_since_it_was_counted_stays(tmp_path, chunk, entry_bytes):
+    given = {"memory_bytes": 0, "durability": "none", "disk_bytes": 3 * entry_bytes}
+    one, two = ChunkStore.open(tmp_path, **given), ChunkStore.open(tmp_path, **given)
+    for number in range(4):
+        one.put(chunk((5, number)))  # the first leaves: the others are in order
+    two.get(KEYS[1])
+    one.put(chunk((5, 4)))
+    assert numbers(one) == [1, 3, 4]
 
 
-def test_a_tenant_over_its_quota_evicts_its_own(tmp_path, chunk, entry_bytes):
-    mine, theirs = ([chunk((5, 6, n), namespace=space) for n in range(7, 11)] for space in ("mine", "theirs"))
-    with ChunkStore.open(tmp_path / "s", memory_bytes=0, namespace="theirs") as other:
-        for one in theirs:
-            other.put(one)
-        with ChunkStore.open(tmp_path / "s", memory_bytes=0, namespace="mine", quota_bytes=2 * entry_bytes) as store:
-            for one in mine:
-                store.put(one)
-            assert held(store, mine) == [2, 3]
-        assert held(other, theirs) == [0, 1, 2, 3]
+def test_full_device_lets_as_much_go_as_is_needed(tmp_path, chunk, monkeypatch):
+    store = ChunkStore.open(tmp_path, memory_bytes=0, durability="none")
+    for number in range(3):
+        store.put(chunk((5, number)))
+    put, full = DiskTier.put, [True]
+
+    def refuse_once(*given):
+        if full.pop() if full else False:
+            raise OSError(28, "full")
+        put(*given)
+
+    monkeypatch.setattr(DiskTier, "put", refuse_once)
+    store.put(chunk((5, 3)))
+    assert store.contains(KEYS[3])
+    assert store.stats()["evicted"]["disk"] >= 1
 
 
-def test_an_old_chunk_is_a_miss_and_goes_and_one_from_the_future_is_not_immortal(tmp_path, chunk):
-    one, two = chunk(), chunk((8, 9))
-    with ChunkStore.open(tmp_path / "s", memory_bytes=0, ttl_s=3600) as store:
-        for stored, age_s in ((one, -7200), (two, 315_360_000)):
-            store.put(stored)
-            (path,) = (tmp_path / "s").rglob(f"{stored.key.digest}.safetensors")
-            created = path.stat().st_mtime + age_s
-            os.utime(path, (created, created))
-            assert store.get(stored.key) is None
-        assert store.stats()["misses"] == {"expired": 2}
-        assert store.stats()["removed"] == {"expired": 2}
+def test_entry_that_cannot_be_deleted_is_no_reason_to_wait_for_ever(tmp_path, chunk, entry_bytes, monkeypatch):
+    store = ChunkStore.open(tmp_path, memory_bytes=0, durability="none", disk_bytes=2 * entry_bytes)
+    for number in range(2):
+        store.put(chunk((5, number)))
+    monkeypatch.setattr(DiskTier, "delete", lambda *_: (_ for _ in ()).throw(OSError(13, "denied")))
+    store.put(chunk((5, 2)))
+    assert numbers(store) == [0, 1, 2]
 
 
-def test_an_old_chunk_in_memory_is_not_there_and_a_miss(chunk, monkeypatch):
-    with ChunkStore.open("memory://", ttl_s=3600) as store:
-        store.put(chunk())
-        assert store.contains(chunk().key)
-        later_s = time.monotonic() + 7200
-        monkeypatch.setattr(memory, "time", SimpleNamespace(monotonic=lambda: later_s, time=time.time))
-        assert not store.contains(chunk().key)
-        assert store.get(chunk().key) is None
+def test_old_chunk_is_a_miss_and_goes_and_one_from_the_future_is_not_immortal(tmp_path, chunk):
+    with ChunkStore.open(tmp_path, memory_bytes=0, ttl_s=100.0) as store:
+        for number, age in ((0, 50), (1, 200), (2, -200)):
+            store.put(chunk((5, number)))
+            path = store.tiers[0].path(store.name(KEYS[number].digest))
+            os.utime(path, (time.time(), time.time() - age))
+        assert store.get(KEYS[0]) is not None
+        assert store.get(KEYS[1]) is None
+        assert store.collect() == {"orphans": 0, "expired": 1, "freed_bytes": 0}
+        assert numbers(store) == [0]
+        assert store.stats()["misses"] == {"expired": 1}
 
 
-def test_what_cannot_be_deleted_is_tried_once_and_stays(tmp_path, chunk, entry_bytes, monkeypatch):
-    chunks, tried, unlink = [chunk((5, 6, 7 + number)) for number in range(5)], [], os.unlink
-    monkeypatch.setattr(budget, "_LOOK_EVERY_S", 0.0)
-    with ChunkStore.open(tmp_path / "s", memory_bytes=0, disk_bytes=2 * entry_bytes) as store:
-
-        def refuse_the_first(path, **given):
-            if chunks[0].key.digest in str(path):
-                tried.append(path)
-                raise PermissionError(13, "Permission denied")
-            unlink(path, **given)
-
-        monkeypatch.setattr(os, "unlink", refuse_the_first)
-        for one in chunks:
-            store.put(one)
-        assert held(store, chunks) == [0, 4]
-    assert len(tried) == 1
+def test_old_chunk_in_memory_is_a_miss(chunk, monkeypatch):
+    store = ChunkStore.open("memory://", ttl_s=100.0)
+    store.put(chunk((5, 0)))
+    assert store.get(KEYS[0]) is not None
+    later_s = time.monotonic() + 101
+    monkeypatch.setattr(time, "monotonic", lambda: later_s)
+    assert not store.contains(KEYS[0])
+    assert store.get(KEYS[0]) is None
 
 
-def test_describe_counts_what_turns_out_to_be_a_tenants(chunk):
-    policy, name = plugins.load("store.eviction", "lru")(), "ab/cd/" + "cd" * 32
-    tier = BoundedTier(MemoryTier(), None, policy, Index(None, policy), owner="mine", quota_bytes=10)
-    tier.index.enter([(name, 8, 0.0, "")])
-    assert tier.fits(3, tier.quota)
-    tier.describe([(name, chunk().key)])
-    assert not tier.fits(3, tier.quota)
+def test_collect_shrinks_every_namespace_to_a_target_and_removes_orphans(tmp_path, chunk, entry_bytes):
+    for name in ("", "other"):
+        with ChunkStore.open(tmp_path, memory_bytes=0, namespace=name) as store:
+            store.put(chunk((5, 0), namespace=name))
+            store.put(chunk((5, 1), namespace=name))
+    orphan = tmp_path / "incoming" / "half.tmp"
+    orphan.write_bytes(b"half")
+    young = tmp_path / "incoming" / "young.tmp"
+    young.write_bytes(b"half")
+    os.utime(orphan, (1, 1))
+    store = ChunkStore.open(tmp_path, memory_bytes=0)
+    assert (orphan.exists(), young.exists()) == (False, True)
+    assert store.collect(entry_bytes)["freed_bytes"] == 3 * entry_bytes
+    assert len(list((tmp_path / "objects").rglob("*.safetensors"))) == 1
+
+
+def test_memory_tier_of_bytes_is_bounded_too(chunk, entry_bytes):
+    from hf_blend.store.opening import Limits
+
+    store = ChunkStore([], [MemoryTier()], limits=Limits(tier_bytes=2 * entry_bytes))
+    for number in range(5):
+        store.put(chunk((5, number)))
+    assert numbers(store) == [3, 4]

@@ -11,7 +11,7 @@ import faults
 import pytest
 
 from hf_blend.store import format
-from hf_blend.store.reader import RecordedSource
+from hf_blend.store.store import RecordedSource
 from tests.conftest import slow_but
 from tests.faults.fault import Verdict
 from tests.faults.run import CLASSES, ROUND, Run

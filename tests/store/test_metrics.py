@@ -20,7 +20,7 @@ def collected(store, labels=None):
     return registry
 
 
-def test_what_stats_counts_is_collected_under_stable_names(tmp_path, chunk):
+def test_stats_are_collected_under_stable_names(tmp_path, chunk):
     prometheus = pytest.importorskip("prometheus_client")
     with ChunkStore.open(tmp_path, memory_bytes=0) as store:
         registry = collected(store, {"store": "mine"})
@@ -36,12 +36,11 @@ def test_what_stats_counts_is_collected_under_stable_names(tmp_path, chunk):
         assert value("chunks_stored_total", tier="disk") == 1
         assert value("entries") == 1
         assert value("tier_bytes", tier="disk") == store.stats()["bytes"]["disk"] > 0
-        assert value("tier_healthy", tier="disk") == 1
         assert value("load_seconds_total", tier="disk") > 0
-        assert prometheus.generate_latest(registry).decode().count("# TYPE hf_blend_") >= 14
+        assert prometheus.generate_latest(registry).decode().count("# TYPE hf_blend_") >= 11
 
 
-def test_failures_and_dropped_writes_have_their_tier_and_reason(chunk):
+def test_failures_have_their_tier_and_reason(chunk):
     store = ChunkStore([], [tier := FaultyTier(MemoryTier())])
     store.put(chunk())
     tier.arm("read.flip")
@@ -50,16 +49,9 @@ def test_failures_and_dropped_writes_have_their_tier_and_reason(chunk):
     failed = [one for family in families for one in family.samples if one.name == "hf_blend_load_failures_total"]
     assert [(one.labels["tier"], one.value) for one in failed] == [("bytes", 1)]
     assert failed[0].labels["reason"] in ("format", "digest", "key", "truncated", "codec", "fingerprint")
-    far = MemoryTier()
-    far.is_local = False
-    store = ChunkStore([], [far])
-    store.storage.stats.count("dropped_writes", "bytes:full", 3)
-    registry = collected(store)
-    assert registry.get_sample_value("hf_blend_writes_dropped_total", {"tier": "bytes", "reason": "full"}) == 3
-    assert registry.get_sample_value("hf_blend_tier_queued_bytes", {"tier": "bytes"}) == 0
 
 
-def test_without_the_package_the_extra_is_named(monkeypatch):
+def test_missing_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client.core", None)
     with pytest.raises(MissingExtraError, match=r"hf-blend\[metrics\]"):
         StoreMetrics(ChunkStore.open("memory://"))

@@ -2,47 +2,83 @@
 # SPDX-License-Identifier: Apache-2.0
 """Entries in blocks: writes them, and reads their blocks one by one; what is loaded is verified, and no more.
 
-Tokens are in the order of their importance, so that important ones share blocks; `order` says where each came from.
+An entry in blocks has its tokens in another order, by their importance, so that important ones share blocks; the order
+stands behind the ids, with the digests of all blocks. A block has the keys, or the values, of some tokens in one layer
+and one KV head.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from ...store.chunk import ChunkKey, ChunkKV, Layout, has_usable_values
-from ...store.entry import EntryReader, encode_entry, stored_as
-from ...store.format import digest_of
+from ...store.chunk import ChunkKey, ChunkKV, Layout
+from ...store.entry import KIND, EntryFormat, EntryReader, PackedChunk, about_chunk, ids_of
+from ...store.format import bytes_of, digest_of, pack_entry, tensor_digest
 from ...store.importance import TokenImportance
-from ...store.tiers.base import EntryFault, Source
+from ...store.tiers.base import EntryFault, Source, as_fault
 
+BLOCKS = "hf_blend.blocks/4"
 BLOCK_TOKENS = 16
 _KINDS = ("k", "v")
 
 
-class BlockEncoder:
-    """Makes entries in blocks of chunks whose layers are all alike and have K and V only, and plain ones of others."""
+class BlockFormat(EntryFormat):
+    """Entries in blocks of chunks whose layers are all alike and have K and V only, and plain ones of others."""
+
+    kinds = (BLOCKS, KIND)
 
     def __init__(self, codec: str, importance: TokenImportance, block_tokens: int) -> None:
-        self._codec = codec
-        self._importance, self._block_tokens = importance, block_tokens
+        super().__init__(codec)
+        self._importance = importance
+        self._block_tokens = block_tokens
 
-    def encode(self, chunk: ChunkKV, order: Sequence[int] | None = None) -> Sequence[memoryview]:
-        """Give the bytes of a chunk's entry, its tokens in an order; None is the most important first."""
+    def pack(self, chunk: ChunkKV, order: Sequence[int] | None = None) -> PackedChunk:
+        """Pack a chunk with its tokens in an order; None is the most important first."""
         if not has_blocks(chunk):
-            return encode_entry(chunk, self._codec)
+            return super().pack(chunk)
         order = self._order(chunk) if order is None else order
-        return encode_entry(stored_as(chunk, self._codec), "raw", order, self._block_tokens)
+        return BlockedChunk(chunk, self.codec, order, self._block_tokens)
+
+    def open(self, source: Source, key: ChunkKey, layout: Layout | None) -> "BlockReader":
+        """Check the header of an entry, which may be a plain one."""
+        return BlockReader(source, key, layout)
 
     def _order(self, chunk: ChunkKV) -> Sequence[int]:
-        """The tokens of a chunk, the most important first; in order if their importance is unknown."""
+        """Give the tokens of a chunk, the most important first; in order if their importance is unknown."""
         record = self._importance.get(chunk.key.digest)
         if record is None or len(record.scores) != chunk.tokens:
             return range(chunk.tokens)
         order: list[int] = torch.from_numpy(record.scores).argsort(descending=True, stable=True).tolist()
         return order
+
+
+class BlockedChunk(PackedChunk):
+    """A chunk as it is written in blocks: its states rounded by the codec, and not packed."""
+
+    def __init__(self, chunk: ChunkKV, codec: str, order: Sequence[int], block_tokens: int) -> None:
+        super().__init__(chunk, codec)
+        self._order = list(order)
+        self._block_tokens = block_tokens
+
+    @cached_property
+    def parts(self) -> list[memoryview]:
+        """The bytes of the entry; equal arguments give equal bytes."""
+        index = torch.tensor(self._order)
+        layers = [tuple(states.index_select(1, index) for states in pair) for pair in self.chunk.layers]
+        digests = []
+        for pair in layers:
+            for states in pair:
+                for head in states:
+                    digests += [digest_of(bytes_of(block)) for block in head.split(self._block_tokens)]
+        digest_rows = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).view(len(digests), -1)
+        about = {**about_chunk(self.chunk, "raw"), "block_tokens": str(self._block_tokens)}
+        leading = [*ids_of(self.key), ("order", index), ("block_digests", digest_rows)]
+        return pack_entry(BLOCKS, about, [*leading, *replace(self.chunk, layers=layers).named_tensors()])
 
 
 def has_blocks(chunk: ChunkKV) -> bool:
@@ -53,14 +89,60 @@ def has_blocks(chunk: ChunkKV) -> bool:
 
 
 class BlockReader(EntryReader):
-    """An open entry in blocks whose header was checked; blocks are read and checked when they are asked for."""
+    """An open entry, in blocks or plain, whose header was checked; blocks are read when they are asked for."""
+
+    kinds = (BLOCKS, KIND)
 
     def __init__(self, source: Source, key: ChunkKey, layout: Layout | None = None) -> None:
         super().__init__(source, key, layout)
         if self.in_blocks:
+            self._read_order()
             (self.heads, *_, self.dtype), _ = self.layout.layers[0]
             self.widths = tuple(form[1] for form in self.layout.layers[0])  # of keys, of values
             self.loaded_bytes = self.data_start = self._layer_start(0)
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether the entry is in blocks."""
+        return self.header.kind == BLOCKS
+
+    @property
+    def extra_texts(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Names of the texts of the header behind those of every entry."""
+        return ("block_tokens",) if self.in_blocks else ()
+
+    def leading_forms(self) -> Iterator[tuple[str, int, int | None, int]]:
+        """Give the forms of what is before the tables."""
+        yield from super().leading_forms()
+        if self.in_blocks:
+            yield ("order", 1, 0, len(self.key.token_ids))
+            yield ("block_digests", 2, None, 0)
+
+    def _read_order(self) -> None:
+        """Read the order of the tokens, and the digests of blocks, of which there must be so many."""
+        tokens = len(self.key.token_ids)
+        start = self._file.plans["order"][1]
+        plan, offset = self._file.plans["block_digests"]
+        with as_fault("the order of the tokens"):
+            take = self._file.taker(start, offset + plan.nbytes - start)
+            self.order = take("order")
+            self.block_digests = bytes_of(take("block_digests"))
+            self.block_tokens = int(self.header.about["block_tokens"])
+            self.blocks = -(-tokens // self.block_tokens)
+            if self.order.dtype != torch.int64 or sorted(self.order.tolist()) != list(range(tokens)):
+                raise EntryFault("format", f"the blocks do not hold each of {tokens} tokens once")
+            forms = {*self.layout.layers}
+            pair = forms.pop()
+            count = sum(form[0] for form in pair) * len(self.layer_table) * self.blocks
+            is_alike = not forms and len(pair) == 2 and pair[0][::2] == pair[1][::2] and self._packing.codec.is_exact
+            is_empty = min(self.block_tokens, count, *pair[0][:2], pair[1][1]) < 1
+            if not is_alike or is_empty or plan.shape != (count, tensor_digest().digest_size):
+                raise EntryFault("format", f"{plan.shape} digests of blocks are not those of {self.layout!r:.120}")
+        self._back = self.order.argsort()
+
+    def _states(self, take: Callable[[str], Tensor], index: int) -> tuple[Tensor, ...]:
+        states = super()._states(take, index)
+        return tuple(tensor.index_select(1, self._back) for tensor in states) if self.in_blocks else states
 
     @property
     def block_bytes(self) -> int:
@@ -93,7 +175,7 @@ class BlockReader(EntryReader):
     def read_blocks(self, layer: int, which: int, heads: Sequence[int], blocks: Sequence[int]) -> Tensor:
         """Read some blocks, increasing, of some heads: `[heads, tokens of the blocks, width]`, keys as stored.
 
-        Raises EntryFault: truncated; digest, a block is not what was stored; values, it holds absurd ones.
+        Raises EntryFault: truncated; digest, a block is not what was stored.
         """
         runs, sizes = self._runs(which, blocks), self._sizes(which, blocks)
         buffer = torch.empty(len(heads), sum(sizes), dtype=torch.uint8)
@@ -104,10 +186,7 @@ class BlockReader(EntryReader):
                 filled += nbytes
             self._check(layer, which, head, blocks, sizes, view)
         self.loaded_bytes += buffer.nbytes
-        states = buffer.view(self.dtype).view(len(heads), -1, self.widths[which])
-        if not has_usable_values(states):
-            raise EntryFault("values", f"layer {layer} holds NaN, infinity or absurd values in heads {list(heads)}")
-        return states
+        return buffer.view(self.dtype).view(len(heads), -1, self.widths[which])
 
     def _check(
         self, layer: int, which: int, head: int, blocks: Sequence[int], sizes: Sequence[int], view: memoryview

@@ -9,18 +9,21 @@ import torch
 from torch import Tensor
 
 from ...store.chunk import KV, ChunkKV
-from ...store.stream import FAULTS
+from ...store.stream import FAULTS, LazyLayers
 from .blocked import BlockReader
 
+Recompute = Callable[[], ChunkKV]
 
-class PartialLayers(Sequence[KV]):
+
+class PartialLayers(LazyLayers):
     """The layers of a chunk in blocks: whole where a layer is asked for, in part for the partial loader.
 
     What was read stays until `forget`, so that no byte of it is read twice in a request.
     """
 
-    def __init__(self, reader: BlockReader, recompute: Callable[[BaseException], ChunkKV]) -> None:
-        self.reader, self._recompute = reader, recompute
+    def __init__(self, reader: BlockReader, replace: Callable[[BaseException, Recompute | None], ChunkKV]) -> None:
+        self.reader = reader
+        self._replace = replace  # computes the chunk after a fault
         self._instead: ChunkKV | None = None
         self._back = reader.order.argsort()
         self._states: dict[tuple[int, int], Tensor] = {}  # by layer and part
@@ -66,7 +69,7 @@ class PartialLayers(Sequence[KV]):
                 positions = self._back if is_all else self.reader.positions_of(blocks)
                 return _heads(self._read(layer, which, heads, blocks), heads).index_select(1, positions)
             except FAULTS as fault:
-                self._instead = self._recompute(fault)
+                self._instead = self._replace(fault, self.recompute)
         for head in heads:
             read_blocks[head].update(blocks)
         states = _heads(self._instead.layers[layer][which], heads)

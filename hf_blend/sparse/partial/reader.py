@@ -3,29 +3,25 @@
 """Reads chunks in part: the nearest tier keeps them in blocks, and a request loads the blocks that matter to it."""
 
 from collections.abc import Sequence
-from functools import partial
 from weakref import finalize
 
 from ...store import ChunkStore
 from ...store.chunk import ChunkKey, ChunkKV, Layout
-from ...store.reader import OpenEntry, Reader
-from ...store.stream import LayerReader, Recompute
+from ...store.store import OpenEntry
+from ...store.stream import LayerReader
 from ...store.tiers.base import EntryFault
-from ...store.write_queue import WriteQueue
-from ...store.writer import Writer
-from .blocked import BLOCK_TOKENS, BlockEncoder, BlockReader, has_blocks
-from .layers import PartialLayers
+from .blocked import BLOCK_TOKENS, BlockFormat, has_blocks
+from .layers import PartialLayers, Recompute
 
-NOTED_CHUNKS = 4096  # that `reorder` knows of
-CAP_CHUNKS = 1024  # that wait to be written in another order; what comes on top is due again later
+REPORTED_CHUNKS = 4096  # that `reorder` knows of
 FIRST_REQUESTS = 4  # after which a chunk is ordered first; then after twice as many each time
 
 
 def keep_in_blocks(store: ChunkStore, block_tokens: int = BLOCK_TOKENS, reorders: bool = False) -> "PartialReader":
     """Have a store write chunks in blocks, and give them to requests as `PartialLayers`."""
-    encoder = BlockEncoder(store.writer.codec, store.storage.importance, block_tokens)
-    store.writer.encode = encoder.encode
-    store.layer_reader = reader = PartialReader(store.reader, store.writer, encoder, reorders)
+    blocks = BlockFormat(store.format.codec, store.importance, block_tokens)
+    store.format = blocks
+    store.layer_reader = reader = PartialReader(store, blocks, reorders)
     return reader
 
 
@@ -33,42 +29,42 @@ class PartialReader(LayerReader):
     """Gives chunks whose blocks are read when a request has chosen them.
 
     A chunk of a farther tier, or of a kind that cannot be in blocks, is read whole. With `reorders` a chunk that
-    requests have reported often enough is written again beside them, its important tokens in the same blocks.
+    requests have reported often enough is written again, its important tokens in the same blocks.
     """
 
     uses_memory = False
     reads_importance = True
 
-    def __init__(self, reader: Reader, writer: Writer, encoder: BlockEncoder, reorders: bool = False) -> None:
-        self._reader, self._writer, self._encoder, self._reorders = reader, writer, encoder, reorders
-        self._storage, self._near = reader.storage, reader.storage.tiers[0]
-        self.reordering = WriteQueue[ChunkKey](CAP_CHUNKS, self._reorder)
-        self._noted: dict[str, ChunkKey] = {}  # since they were written; the oldest are forgotten first
+    def __init__(self, store: ChunkStore, blocks: BlockFormat, reorders: bool = False) -> None:
+        self._store = store
+        self._format = blocks
+        self._reorders = reorders
+        self._near = store.tiers[0]
+        self._reported: dict[str, ChunkKey] = {}  # since they were written; the oldest are forgotten first
 
-    def stream(
-        self, key: ChunkKey, recompute: Recompute, budget_s: float | None, layout: Layout | None
-    ) -> ChunkKV | None:
+    def stream(self, key: ChunkKey, layout: Layout | None) -> ChunkKV | None:
         """Give a chunk whose layers are `PartialLayers`; all of it where the nearest tier has no blocks of it."""
-        open_blocks = partial(self._open_blocks, recompute=recompute, layout=layout)
-        chunk, reason = self._reader.load(self._near, key, open_blocks)
+        chunk, reason = self._store.load(self._near, key, lambda entry: self._open_blocks(entry, layout))
         if chunk is not None:
-            self._storage.stats.count("hits", self._near.name)
+            self._store.counts.count("hits", self._near.name)
             return chunk
-        chunk = self._reader.get(key, layout=layout)
+        chunk = self._store.get(key, layout)
         if chunk is not None and reason == "absent":
             self.write_blocks(chunk)
         return chunk
 
-    def _open_blocks(self, entry: OpenEntry, *, recompute: Recompute, layout: Layout | None) -> ChunkKV:
-        contents = BlockReader(entry.source, entry.key, layout)
+    def _open_blocks(self, entry: OpenEntry, layout: Layout | None) -> ChunkKV:
+        contents = self._format.open(entry.source, entry.key, layout)
         if not contents.in_blocks:
-            chunk = self._reader.read(entry, layout)
+            chunk = self._store.read(entry, layout)
             if has_blocks(chunk):
                 self.write_blocks(chunk)
             return chunk
 
-        def replace(fault: BaseException) -> ChunkKV:
-            self._storage.refuse_entry(entry.tier, entry.key, entry.source, fault)
+        def replace(fault: BaseException, recompute: Recompute | None) -> ChunkKV:
+            self._store.refuse_entry(entry.tier, entry.key, entry.source, fault)
+            if recompute is None:
+                raise fault
             computed = recompute()
             if isinstance(fault, EntryFault):
                 self.write_blocks(computed, contents.order.tolist())
@@ -80,35 +76,30 @@ class PartialReader(LayerReader):
 
     def write_blocks(self, chunk: ChunkKV, order: Sequence[int] | None = None) -> None:
         """Write a chunk in blocks, its tokens in an order; None is by importance."""
-        self._noted.pop(chunk.key.digest, None)
-        self._writer.replace(self._near, chunk, self._encoder.encode(chunk, order))
+        self._reported.pop(chunk.key.digest, None)
+        self._store.replace(self._near, self._format.pack(chunk, order))
 
-    def note(self, key: ChunkKey) -> None:
-        """Remember that a chunk was reported, and write it in a new order soon if that was often enough."""
-        self._noted[key.digest] = key
-        if len(self._noted) > NOTED_CHUNKS:
-            del self._noted[next(iter(self._noted))]
-        record = self._storage.importance.get(key.digest)
+    def importance_changed(self, key: ChunkKey) -> None:
+        """Remember that a chunk was reported, and write it in a new order if that was often enough."""
+        self._reported[key.digest] = key
+        if len(self._reported) > REPORTED_CHUNKS:
+            del self._reported[next(iter(self._reported))]
+        record = self._store.importance.get(key.digest)
         if self._reorders and record is not None and is_due(record.requests):
-            self.reordering.put(key.digest, key)
+            self._reorder(key)
 
     def reorder(self) -> int:
-        """Write every chunk that was reported since it was written in the order of its tokens' importance, now."""
-        return sum(map(self._reorder, list(self._noted.values())))
+        """Write every chunk that was reported since it was written in the order of its tokens' importance."""
+        return sum(map(self._reorder, list(self._reported.values())))
 
     def _reorder(self, key: ChunkKey) -> bool:
-        if self._storage.ttl_s is not None or not self._near.contains(self._storage.catalog.name(key.digest)):
+        if self._store.ttl_s is not None or not self._near.contains(self._store.name(key.digest)):
             return False  # a file that is written again looks young
-        chunk = self._reader.get(key)
+        chunk = self._store.get(key)
         if chunk is None or not has_blocks(chunk):
             return False
         self.write_blocks(chunk)
         return True
-
-    def close(self) -> None:
-        """Finish the chunk that is being written in a new order, and drop those that wait."""
-        self.reordering.clear("closed")
-        self.reordering.flush(60.0)
 
 
 def is_due(requests: int) -> bool:

@@ -2,25 +2,43 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an eviction policy is given, and what it promises.
 
-Promises, kept by tests that run over every policy found: objects leave in the order of their scores, the lowest first;
-a score depends on the arguments alone, so that every process that uses a tier continues where another stopped.
+A score is one number for each object: seconds since 1970, or as many more as the uses of the object are worth. An
+object begins with the time at which it was written. Promises, kept by tests that run over every policy found: the
+lowest score leaves first; a score depends on the arguments alone, so that every process that uses a tier continues
+where another stopped.
 """
 
+import math
 from abc import ABC, abstractmethod
 
-__all__ = ["EvictionPolicy"]
+__all__ = ["HALF_LIFE_S", "EvictionPolicy", "add_use"]
+
+HALF_LIFE_S = 86_400.0  # after which a use counts half
+_FORGOTTEN = 60  # half-lives
 
 
 class EvictionPolicy(ABC):
-    """Gives every object a score, which is made when it is used; the lowest leaves first."""
+    """Gives an object its next score when it is used."""
 
-    reads_importance = True  # False: a request need not find out which share of a chunk's tokens was important
+    reads_importance = False  # True: a request reports which share of a chunk's tokens was important
 
     @abstractmethod
-    def score(self, used_s: float, frequency: float, important_ratio: float) -> float:
-        """Score an object by when it was last used, how often, and what of it turned out to be important.
+    def score(self, before: float, now_s: float, weight: float) -> float:
+        """Score an object by its score so far, the time, and what the use weighs.
 
-        `used_s` is in seconds since 1970; `frequency` is the log of the number of uses of which each counts half when
-        the tier was used 512 times since, moved by a constant that is the same for all objects; `important_ratio` is a
-        moving average of the share of its tokens that was important, 1 as long as no request has reported it.
+        A use weighs 1 when it happens. When it is reported which share of the tokens was important in it, that comes
+        as the correction: the share, less 1.
         """
+
+
+def add_use(before: float, now_s: float, weight: float) -> float:
+    """Add a use to a count of uses, each of which halves with every `HALF_LIFE_S` seconds.
+
+    The count is kept as the time at which a single use would count as much, so it ages by itself: n uses at once are
+    worth HALF_LIFE_S · log2(n) seconds.
+    """
+    age = (now_s - before) / HALF_LIFE_S
+    if abs(age) > _FORGOTTEN:
+        return max(before, now_s)
+    worth = 1.0 + weight * 2.0**age
+    return before + HALF_LIFE_S * math.log2(max(worth, 2.0**-_FORGOTTEN))

@@ -2,21 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The chunk of the lowest access frequency times share of important tokens leaves first.
 
-Source: IMPRESS (FAST 2025), score-based cache management. Differs: the frequency is a sum that halves with every 512
-uses of the tier instead of a count over a window, so that a score is a number that ages by itself; chunks whose tokens
-were never reported count as important throughout.
+Source: IMPRESS (FAST 2025), score-based cache management. Differs: uses count half after a day instead of being
+counted over a window, so that a score is a number that ages by itself; each use is weighed by the share of its own
+request, and by 1 until that is reported.
 """
 
-import math
-
-from .base import EvictionPolicy
-
-_LEAST_SHARE = 1e-3
+from .base import EvictionPolicy, add_use
 
 
 class Importance(EvictionPolicy):
-    """The score is log(frequency × share)."""
+    """The score is the sum over the uses of the share of important tokens."""
 
-    def score(self, used_s: float, frequency: float, important_ratio: float) -> float:
-        """Add the log of the share to that of the frequency."""
-        return frequency + math.log(max(important_ratio, _LEAST_SHARE))
+    reads_importance = True
+
+    def score(self, before: float, now_s: float, weight: float) -> float:
+        """Count a use, or correct it by what was reported."""
+        return add_use(before, now_s, weight)

@@ -1,18 +1,13 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The chunk that is used least often leaves first, recent uses counting more.
+"""The chunk that is used least often leaves first, recent uses counting more."""
 
-The frequency is that of `importance`. What differs between the two is the share of important tokens alone.
-"""
-
-from .base import EvictionPolicy
+from .base import EvictionPolicy, add_use
 
 
 class Lfu(EvictionPolicy):
-    """The score is the log of the frequency."""
+    """The score is the number of uses, each of which counts half after a day."""
 
-    reads_importance = False
-
-    def score(self, used_s: float, frequency: float, important_ratio: float) -> float:
-        """The frequency."""
-        return frequency
+    def score(self, before: float, now_s: float, weight: float) -> float:
+        """Count a use; a report is none."""
+        return add_use(before, now_s, 1.0) if weight > 0 else before

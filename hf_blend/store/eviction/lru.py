@@ -8,8 +8,6 @@ from .base import EvictionPolicy
 class Lru(EvictionPolicy):
     """The score is the time of the last use."""
 
-    reads_importance = False
-
-    def score(self, used_s: float, frequency: float, important_ratio: float) -> float:
-        """When the object was last used."""
-        return used_s
+    def score(self, before: float, now_s: float, weight: float) -> float:
+        """Give the time of a use; a report is none."""
+        return now_s if weight > 0 else before

@@ -2,38 +2,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a tier promises, whether it is a disk, a server or a bucket.
 
-A tier knows names and bytes, nothing of chunks. Names are `xx/yy/<64 hex digits>`: nothing that a user typed. Stored
-bytes never change under their name, so every reader sees one generation, and two writers of a name write the same.
+A tier knows names and bytes, nothing of chunks. Names are `<16 hex digits of a namespace>/<64 hex digits>`: nothing
+that a user typed. Two writers of a name write the same content, and every reader sees all of one of them.
 """
 
 import contextlib
+import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from collections.abc import Iterator, Sequence
+from typing import ClassVar, NamedTuple, Protocol
 
 from ...errors import ConfigError, HfBlendError
 
-__all__ = [
-    "BytesSource",
-    "EntryFault",
-    "ObjectStat",
-    "Source",
-    "Tier",
-    "as_fault",
-    "check_name",
-    "is_name",
-]
+__all__ = ["BytesSource", "EntryFault", "ObjectStat", "Source", "Tier", "as_fault", "check_name", "is_name"]
 
-_NAME = re.compile(r"[0-9a-f]{2}/[0-9a-f]{2}/[0-9a-f]{64}")
+_NAME = re.compile(r"[0-9a-f]{16}/[0-9a-f]{64}")
 
 
 class EntryFault(Exception):
     """Why stored bytes were refused. It never leaves the store: there it becomes a miss.
 
-    `reason` is one word for counters: format, truncated, digest, fingerprint, key, namespace, codec, layout (another
-    shape than the model's), values (NaN, infinity or absurd), foreign (no regular file), expired, late.
+    `reason` is one word for counters: format, kind (another format of ours), truncated, digest, fingerprint, key,
+    namespace, codec, layout (another shape than the model's), foreign (no regular file), expired, late.
     `corrupt` bytes can never become good: they go.
     """
 
@@ -45,7 +36,7 @@ class EntryFault(Exception):
 
 @contextlib.contextmanager
 def as_fault(what: str) -> Iterator[None]:
-    """Make reading total: what goes wrong with bytes that others wrote is their fault; but OSError and MemoryError."""
+    """Turn whatever goes wrong with bytes that others wrote into an EntryFault; OSError and MemoryError pass."""
     try:
         yield
     except (EntryFault, MemoryError):
@@ -58,12 +49,12 @@ def as_fault(what: str) -> Iterator[None]:
         raise EntryFault("format", f"{what} cannot be read ({type(error).__name__}: {error!s:.120})") from error
 
 
-@dataclass(frozen=True)
-class ObjectStat:
-    """Size in bytes and time of writing (seconds since 1970) of one object."""
+class ObjectStat(NamedTuple):
+    """Size in bytes, time of writing in seconds since 1970, and the score by which one object is evicted."""
 
     nbytes: int
     created: float
+    score: float = 0.0
 
 
 class Source(Protocol):
@@ -85,9 +76,9 @@ class Source(Protocol):
 class BytesSource:
     """An opened object that is bytes."""
 
-    def __init__(self, content: bytes, created: float = 0.0) -> None:
+    def __init__(self, content: bytes | memoryview, stat: ObjectStat | None = None) -> None:
         self.content = content
-        self.stat = ObjectStat(len(content), created)
+        self.stat = stat or ObjectStat(len(content), 0.0)
         self.identity: object = id(content)
 
     def read_into(self, start: int, target: memoryview) -> None:
@@ -104,26 +95,17 @@ class BytesSource:
 class Tier(ABC):
     """A place for immutable objects. Every method may raise OSError: that is a transient fault, not an absence.
 
-    Threads share a tier, so every method may run in several at once. Nothing waits longer than a deadline of its own:
-    a tier whose server is gone says so by OSError, and soon. No two tiers of a store have the same `name`; `schemes`
-    are those of the URLs of `from_url`, such as ("redis", "rediss").
+    Threads share a tier, so every method may run in several at once. No two tiers of a store have the same `name`;
+    `schemes` are those of the URLs of `from_url`, such as ("redis", "rediss").
     """
 
     name: str
     schemes: ClassVar[tuple[str, ...]] = ()
     is_local: bool = True
 
-    @property
-    def is_healthy(self) -> bool:
-        """Whether the tier answers; one that does not fails at once."""
-        return True
-
     @classmethod
-    def from_url(cls, url: str, deadline_s: float | None = None) -> "Tier":
-        """Open the tier that a URL names; must not fail, nor wait long, because a server is away.
-
-        `deadline_s` is how long a call may take besides its transfer; None is what the tier thinks right.
-        """
+    def from_url(cls, url: str) -> "Tier":
+        """Open the tier that a URL names; must not fail, nor wait long, because a server is away."""
         raise NotImplementedError(f"{cls.__name__} has no URLs")
 
     @abstractmethod
@@ -131,61 +113,53 @@ class Tier(ABC):
         """Open an object, or None if there is none; raises EntryFault("foreign") for something else in its place."""
 
     @abstractmethod
-    def put_if_absent(self, name: str, parts: Sequence[memoryview]) -> bool:
-        """Store the parts one after the other; visible only when complete. False if the object was there already."""
-
-    def replace(self, name: str, parts: Sequence[memoryview]) -> None:
-        """Store other bytes of the same content under a name, such as its blocks in another order.
-
-        Sources that are open keep what they opened. A tier that cannot replace at once removes first: a process that
-        is killed in between leaves no object, never a torn one.
-        """
-        self.delete(name)
-        self.put_if_absent(name, parts)
+    def put(self, name: str, parts: Sequence[memoryview]) -> None:
+        """Store the parts one after the other, in place of what is there; visible only when complete."""
 
     @abstractmethod
     def delete(self, name: str, source: Source | None = None) -> bool:
         """Remove an object; with `source`, only if it is still that one. False if there was nothing to remove."""
 
-    def shards(self, space: str = "") -> Mapping[str, str]:
-        """Give beginnings of names by which the objects of a space, or of all, are listed in parts, with stamps.
-
-        A space is the first two digits of names. Equal stamps, also in other processes, mean that nothing changed; ""
-        that it may have.
-        """
-        return {f"{space}/" if space else "": ""}
-
-    @abstractmethod
-    def listing(self, prefix: str = "", listed: Container[str] = ()) -> Iterator[tuple[str, ObjectStat | None]]:
-        """Walk over every object whose name begins so, with its size and age, or None for one that is `listed`."""
-
     @abstractmethod
     def stat(self, name: str) -> ObjectStat | None:
-        """Size and age of an object, or None if there is none."""
+        """Look an object up; None if there is none."""
+
+    @abstractmethod
+    def listing(self, prefix: str = "") -> Iterator[tuple[str, ObjectStat]]:
+        """Walk over every object whose name begins so."""
+
+    def names(self, prefix: str = "") -> Iterator[str]:
+        """Walk over the names that begin so."""
+        for name, _ in self.listing(prefix):
+            yield name
+
+    def changed_s(self, prefix: str) -> float:
+        """Say when objects whose names begin so came or went last, in seconds since 1970; infinite if unknown."""
+        return math.inf
 
     def contains(self, name: str) -> bool:
-        """Say whether the object is there, without reading it."""
+        """Say whether an object is there; a tier behind a network may answer as of some seconds ago."""
         return self.stat(name) is not None
 
-    def set_pin(self, name: str, pinned: bool) -> None:  # noqa: B027 (may do nothing)
-        """Remember that an object must not be evicted, or that it may; tiers that cannot remember do nothing."""
+    def set_score(self, name: str, stat: ObjectStat, score: float) -> None:  # noqa: B027 (may do nothing)
+        """Keep the score of an object for its eviction, also over restarts where the tier can."""
 
-    def pins(self) -> frozenset[str]:
-        """Names of the objects that must not be evicted, as far as the tier remembers."""
-        return frozenset()
+    def lock(self) -> contextlib.AbstractContextManager[object]:
+        """Keep other processes from evicting, and from writing beside the objects, while a block runs."""
+        return contextlib.nullcontext()
 
     def remove_orphans(self) -> int:
-        """Remove what writers that are gone left half-written."""
+        """Remove what writers that are gone left half-written; gives how many."""
         return 0
 
     def close(self) -> None:  # noqa: B027 (may do nothing)
-        """Let go of connections and threads; what was stored stays. Closing twice is allowed."""
+        """Let go of connections; it may be used again."""
 
 
 def check_name(name: str) -> str:
-    """Refuse a name that is not `xx/yy/<64 hex digits>`, so that no path or key is ever made of a user's text."""
+    """Refuse a name that has not the form of an object's name, so that no path or key is made of a user's text."""
     if not is_name(name):
-        raise ConfigError(f"object name {name!r:.90} is not of the form xx/yy/<64 hex digits>. Use ChunkKey.digest.")
+        raise ConfigError(f"object name {name!r:.90} is not <16 hex digits>/<64 hex digits>. Use ChunkKey.digest.")
     return name
 
 

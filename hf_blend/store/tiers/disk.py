@@ -1,29 +1,30 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The disk tier: one immutable file per object, correct without locks, on local and shared file systems.
+"""The disk tier: one immutable file per object, on local and shared file systems.
 
-With `durable`, an object that this process put, and one that it removed, are so after a power loss too. An object
-that was there already is left to the process that put it, which syncs before it says that it did.
+Reading and writing need no lock. The time of access of a file keeps its score: processes that share the folder evict
+by one order, which survives a restart. With `durable`, an object that this process put, and one that it removed, are
+so after a power loss too.
 """
 
 import contextlib
-import errno
 import os
-import re
 import stat
 import time
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from filelock import FileLock
+
 from ...errors import StoreError
-from .base import ObjectStat, Source, Tier, check_name, is_name
-from .files import FileSource, open_regular, remove_abandoned, sync_directory, write_atomically
+from .base import ObjectStat, Source, Tier, check_name
+from .files import FileSource, open_regular, sync_directory, write_atomically
 
 __all__ = ["DiskTier"]
 
 _SUFFIX = ".safetensors"
-_PART = re.compile("[0-9a-f]{2}")
-_RACY_NS = 2_000_000_000  # a directory this young may change again without changing its time
+_ABANDONED_S = 3600.0  # a file that was half-written so long ago has no writer
+_BUSY_S = 30.0  # for another process that evicts
 
 
 class DiskTier(Tier):
@@ -34,8 +35,8 @@ class DiskTier(Tier):
     def __init__(self, root: Path, *, durable: bool = True) -> None:
         self.root = root
         self._durable = durable
-        self._ready: set[Path] = set()
-        _make_root(root, durable)
+        self._lock = FileLock(root / "lock", timeout=_BUSY_S)
+        _make_root(root)
 
     def open(self, name: str) -> FileSource | None:
         """Open an object without following links and without blocking."""
@@ -44,29 +45,15 @@ class DiskTier(Tier):
         except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def stat(self, name: str) -> ObjectStat | None:
-        """Size and age of an object, or None if there is none."""
-        try:
-            info = os.lstat(self.path(name))
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        return ObjectStat(info.st_size, info.st_mtime) if stat.S_ISREG(info.st_mode) else None
-
-    def put_if_absent(self, name: str, parts: Sequence[memoryview]) -> bool:
-        """Write an object unless it is there; two writers at once both succeed and leave one file."""
-        if self.contains(name):
-            return False
-        self.replace(name, parts)
-        return True
-
-    def replace(self, name: str, parts: Sequence[memoryview]) -> None:
-        """Write an object whether it is there or not, by one rename: readers see the old file or the new one."""
-        path = self.path(name)
-        try:
-            self._write(path, parts)
-        except FileNotFoundError:
-            self._make_again()
-            self._write(path, parts)
+    def put(self, name: str, parts: Sequence[memoryview]) -> None:
+        """Write an object by one rename: readers see the old file or the new one."""
+        path, incoming = self.path(name), self.root / "incoming"
+        _make_root(self.root)  # whoever removed it meanwhile
+        self._make_folder(incoming)
+        self._make_folder(path.parent)
+        with contextlib.suppress(OSError):
+            os.rmdir(path)  # a folder in its place gives way if it is empty; the rename refuses another one
+        write_atomically(path, parts, durable=self._durable, folder=incoming)
 
     def delete(self, name: str, source: Source | None = None) -> bool:
         """Remove an object, so that it does not come back; with `source` only if the name still leads to that file."""
@@ -78,119 +65,117 @@ class DiskTier(Tier):
             os.unlink(path)
             if self._durable:
                 sync_directory(path.parent)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
         return True
 
-    def shards(self, space: str = "") -> Mapping[str, str]:
-        """The directories, with the time of their last change; none that is so young that it may change again."""
-        objects, now_ns = self.root / "objects", time.time_ns()
-        shards = {}
-        for directory in [objects / space] if space else _parts(objects):
-            for folder in _parts(directory):
-                info = os.lstat(folder)
-                is_old = now_ns - info.st_mtime_ns > _RACY_NS
-                shards[f"{directory.name}/{folder.name}/"] = f"{info.st_ino}.{info.st_mtime_ns}" if is_old else ""
-        return shards
+    def stat(self, name: str) -> ObjectStat | None:
+        """Look an object up; what is no regular file is none."""
+        try:
+            info = os.lstat(self.path(name))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        if not stat.S_ISREG(info.st_mode):
+            return None
+        return ObjectStat(info.st_size, info.st_mtime, info.st_atime)
+
+    def names(self, prefix: str = "") -> Iterator[str]:
+        """Walk over the names that begin so; what they lead to is not looked at."""
+        for folder in self._folders(prefix):
+            for entry in _entries(folder):
+                if _is_file_name(entry.name):
+                    yield f"{folder.name}/{entry.name[:64]}"
+
+    def listing(self, prefix: str = "") -> Iterator[tuple[str, ObjectStat]]:
+        """Walk over every object whose name begins so."""
+        for folder in self._folders(prefix):
+            for entry in _entries(folder):
+                if _is_file_name(entry.name):
+                    with contextlib.suppress(FileNotFoundError):
+                        info = entry.stat(follow_symlinks=False)
+                        if stat.S_ISREG(info.st_mode):
+                            found = ObjectStat(info.st_size, info.st_mtime, info.st_atime)
+                            yield f"{folder.name}/{entry.name[:64]}", found
+
+    def changed_s(self, prefix: str) -> float:
+        """Say when a file of a namespace came or went last."""
+        try:
+            return os.lstat(self.root / "objects" / prefix[:16]).st_mtime
+        except FileNotFoundError:
+            return 0.0
+
+    def set_score(self, name: str, stat: ObjectStat, score: float) -> None:
+        """Keep the score as the file's time of access; a folder that we may only read has none."""
+        with contextlib.suppress(OSError):
+            times = (int(score * 1e9), int(stat.created * 1e9))
+            os.utime(self.path(name), ns=times, follow_symlinks=False)
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keep other processes and threads out, where the file system has locks."""
+        try:
+            self._lock.acquire()
+        except NotImplementedError:
+            yield
+            return
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def remove_orphans(self) -> int:
-        """Remove temporary files whose writers are gone."""
-        return sum(remove_abandoned(Path(entry.path)) for entry in _entries(self.root / "incoming"))
+        """Remove files that were half-written an hour ago or earlier."""
+        removed = 0
+        for entry in _entries(self.root / "incoming"):
+            with contextlib.suppress(OSError):
+                if time.time() - entry.stat(follow_symlinks=False).st_mtime > _ABANDONED_S:
+                    os.unlink(entry.path)
+                    removed += 1
+        return removed
 
     def path(self, name: str) -> Path:
-        """Where an object is kept."""
+        """Say where an object is kept."""
         return self.root / "objects" / f"{check_name(name)}{_SUFFIX}"
 
-    def listing(self, prefix: str = "", listed: Container[str] = ()) -> Iterator[tuple[str, ObjectStat | None]]:
-        """Walk over every object whose name begins so, with its size and age, or None for one that is `listed`."""
-        for shard in [prefix] if prefix.count("/") == 2 else sorted(self.shards(prefix[:2])):
-            for entry in _entries(self.root / "objects" / shard):
-                name = f"{shard}{entry.name.removesuffix(_SUFFIX)}"
-                if name in listed:
-                    yield name, None
-                elif entry.name.endswith(_SUFFIX) and _is_in_place(name) and entry.is_file(follow_symlinks=False):
-                    info = entry.stat(follow_symlinks=False)
-                    yield name, ObjectStat(info.st_size, info.st_mtime)
+    def _folders(self, prefix: str) -> list[Path]:
+        """Give the folders of the namespaces whose names begin so."""
+        folders = []
+        for entry in _entries(self.root / "objects"):
+            if entry.name.startswith(prefix[:16]) and entry.is_dir(follow_symlinks=False):
+                folders.append(Path(entry.path))
+        return folders
 
-    def set_pin(self, name: str, pinned: bool) -> None:
-        """Remember that an object must not be evicted, or that it may: an empty file beside the entries."""
-        path = self.root / "pins" / check_name(name)
-        if pinned:
-            try:
-                self._note(path)
-            except FileNotFoundError:
-                self._make_again()
-                self._note(path)
-        else:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-
-    def _note(self, path: Path) -> None:
-        self._make_ready(path.parent)
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
-
-    def pins(self) -> frozenset[str]:
-        """Names of the objects that must not be evicted."""
-        shards = [shard for space in _parts(self.root / "pins") for shard in _parts(space)]
-        names = (f"{shard.parent.name}/{shard.name}/{entry.name}" for shard in shards for entry in _entries(shard))
-        return frozenset(filter(is_name, names))
-
-    def _write(self, path: Path, parts: Sequence[memoryview]) -> None:
-        self._make_ready(path.parent)
-        with contextlib.suppress(OSError):
-            os.rmdir(path)  # a folder in its place gives way if it is empty; the rename refuses another one
-        write_atomically(path, parts, durable=self._durable, folder=self.root / "incoming")
-
-    def _make_again(self) -> None:
-        """Someone removed a directory since it was made ready: what was in it is not there any more."""
-        self._ready.clear()
-        _make_root(self.root, self._durable)
-
-    def _make_ready(self, shard: Path) -> None:
-        """Make the directories down to `shard`, readable by their owner only, and their names durable."""
-        incoming = self.root / "incoming"
-        for directory in (incoming, shard.parent.parent, shard.parent, shard):
-            if shard not in self._ready:
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(directory, 0o700)
-            mode = os.lstat(directory).st_mode
-            if stat.S_ISLNK(mode):
-                raise NotADirectoryError(errno.ENOTDIR, f"{directory} is a link, and nothing is written behind it")
-            if not stat.S_ISDIR(mode):  # nothing of ours: it gives way
-                os.unlink(directory)
-                os.mkdir(directory, 0o700)
-            if shard not in self._ready and self._durable and directory is not incoming:
-                sync_directory(directory.parent)
-        self._ready.add(shard)
+    def _make_folder(self, folder: Path) -> None:
+        """Make a directory that only we may read; nothing is written behind a link."""
+        try:
+            os.mkdir(folder, 0o700)
+            if self._durable:
+                sync_directory(folder.parent)
+        except FileExistsError:
+            mode = os.lstat(folder).st_mode
+            if not stat.S_ISDIR(mode):
+                raise NotADirectoryError(f"{folder} is a link or a file, and nothing is written behind it") from None
 
 
-def _parts(directory: Path) -> list[Path]:
-    """The directories in one that are named by two hex digits, as names of objects are divided."""
-    folders = (entry for entry in _entries(directory) if _PART.fullmatch(entry.name))
-    return [directory / entry.name for entry in folders if entry.is_dir(follow_symlinks=False)]
+def _is_file_name(name: str) -> bool:
+    """Say whether a file has the name of an entry: 64 hex digits and the suffix."""
+    return len(name) == 64 + len(_SUFFIX) and name.endswith(_SUFFIX) and not name[:64].strip("0123456789abcdef")
 
 
-def _is_in_place(name: str) -> bool:
-    return is_name(name) and name[3:5] == name[6:8]
-
-
-def _entries(directory: Path) -> list[os.DirEntry[str]]:
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
     try:
-        with os.scandir(directory) as entries:
+        with os.scandir(folder) as entries:
             return list(entries)
     except (FileNotFoundError, NotADirectoryError):
         return []
 
 
-def _make_root(root: Path, durable: bool) -> None:
+def _make_root(root: Path) -> None:
     """Refuse a place that can never work; a place that is only read-only still serves what it holds."""
     try:
-        new = [folder for folder in (root, *root.parents) if not folder.exists()]
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         (root / "objects").mkdir(mode=0o700, exist_ok=True)
         os.scandir(root / "objects").close()
-        for folder in new if durable else ():
-            sync_directory(folder.parent)
     except OSError as error:
         raise StoreError(
             f"the chunk store cannot be kept at {root}: {error.strerror or error}. Give ChunkStore.open a directory "

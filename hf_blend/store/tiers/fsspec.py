@@ -19,14 +19,14 @@ from .remote import RefusedError, RemoteObject, RemoteTier
 __all__ = ["FsspecTier"]
 
 _SUFFIX = ".safetensors"  # the layout of the disk tier: a folder can be copied to a bucket, and back
-_WHOLE_PUTS = frozenset(["s3", "s3a", "gs", "gcs", "az", "abfs", "adl", "hf", "oss", "oci", "tos", "memory"])
-_NO_PLACES = frozenset(  # file systems inside others, or of one document
+_WHOLE_PUTS = frozenset(["s3", "s3a", "gs", "gcs", "az", "abfs", "adl", "hf", "oss", "oci", "tos"])
+_NO_STORAGE = frozenset(  # file systems inside others, or of one document
     "async_wrapper asyncwrapper asynclocal blockcache cached dask data dir filecache generic gist git github jlab "
     "jupyter libarchive pyscript reference root simplecache tar zip".split()
 )
 _TIMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
 _IDENTITY = ("ETag", "etag", "ino", "size", *_TIMES)
-_DEADLINE_S = 5.0  # the first call imports, looks for credentials and connects
+_WAIT_S = 5.0  # for a connection, and for each part of an answer
 _UNFINISHED_S = 24 * 3600.0
 
 
@@ -37,19 +37,18 @@ class FsspecTier(RemoteTier, Tier):
     not synced to the device: give its path to `ChunkStore.open` where that matters.
     """
 
-    schemes = tuple(name for name in fsspec.available_protocols() if name not in _NO_PLACES)
+    schemes = tuple(name for name in fsspec.available_protocols() if name not in _NO_STORAGE)
 
-    def __init__(self, url: str, *, deadline_s: float | None = None, **options: Any) -> None:
-        scheme, deadline_s = url.partition("://")[0].lower(), deadline_s or _DEADLINE_S
-        super().__init__(scheme, deadline_s)
+    def __init__(self, url: str, **options: Any) -> None:
+        scheme = url.partition("://")[0].lower()
+        super().__init__(scheme)
         self._puts_whole = scheme in _WHOLE_PUTS
         if scheme in ("s3", "s3a"):
-            limits = {"connect_timeout": deadline_s, "read_timeout": deadline_s}
+            limits = {"connect_timeout": _WAIT_S, "read_timeout": _WAIT_S}
             options = {"use_listings_cache": False, "config_kwargs": limits, **options}
         self._files: Any
         try:
             self._files, root = fsspec.core.url_to_fs(url, **options)
-            self._root = root.rstrip("/")
         except ImportError as error:
             raise MissingExtraError(
                 f"a {scheme}:// tier needs a package that is not installed: {error}. For S3: "
@@ -60,15 +59,12 @@ class FsspecTier(RemoteTier, Tier):
                 f"the URL of the {scheme} tier cannot be read (it is not shown: it may hold a password). Write it "
                 "as fsspec does."
             ) from error
+        self._root = root.rstrip("/")
 
     @classmethod
-    def from_url(cls, url: str, deadline_s: float | None = None) -> "FsspecTier":
-        """Open the tier that a URL names; connects only when it is first used. Arguments as for the class."""
-        return cls(url, deadline_s=deadline_s)
-
-    def ask_ping(self) -> object:
-        """Look for a file that is never there."""
-        return self._info(f"{self._root}/objects/ping")
+    def from_url(cls, url: str) -> "FsspecTier":
+        """Open the tier that a URL names; connects only when it is first used."""
+        return cls(url)
 
     def ask_stat(self, name: str) -> RemoteObject | None:
         """Ask for size, time and tag of a file."""
@@ -79,23 +75,17 @@ class FsspecTier(RemoteTier, Tier):
             raise EntryFault("foreign", f"a {info['type']} is in the place of an object", corrupt=False)
         return RemoteObject(_stat(info), tuple(str(info.get(field)) for field in _IDENTITY))
 
-    def ask_bytes(self, name: str, entry: RemoteObject, start: int, stop: int) -> bytes:
+    def ask_bytes(self, name: str, start: int, stop: int) -> bytes:
         """Read a range of a file."""
         return bytes(self._files.cat_file(self._path(name), start=start, end=stop))
 
-    def ask_put(self, name: str, content: bytes) -> bool:
-        """Put a file, or write it elsewhere and move it to its place."""
+    def ask_put(self, name: str, content: bytes) -> None:
+        """Put a file, or write it elsewhere and move it to its name."""
         path = self._path(name)
         if self._puts_whole:
-            try:
-                self._files.pipe_file(path, content, mode="create")
-            except FileExistsError:
-                if self._has_file(path):
-                    return False
-                self._files.pipe_file(path, content)
-            return True
-        if self._has_file(path):
-            return False
+            self._files.pipe_file(path, content)
+            return
+        self._make_way(path)
         unfinished = f"{self._root}/incoming/{secrets.token_hex(16)}.tmp"
         self._files.makedirs(f"{self._root}/incoming", exist_ok=True)
         self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
@@ -106,33 +96,36 @@ class FsspecTier(RemoteTier, Tier):
             with contextlib.suppress(OSError):
                 self._files.rm_file(unfinished)
             raise
-        return True
 
     def ask_delete(self, name: str, identity: object) -> bool:
         """Remove a file."""
-        entry = self.ask_stat(name) if self._has_file(self._path(name)) else None
+        entry = self.ask_stat(name)
         if entry is None or (identity is not None and identity != entry.identity):
             return False
         self._files.rm_file(self._path(name))
         return True
 
-    def ask_all(self, space: str) -> Mapping[str, ObjectStat]:
-        """List the files of a space, or all."""
-        folder = f"{self._root}/objects/{space}".rstrip("/")
+    def ask_all(self) -> Mapping[str, ObjectStat]:
+        """List the files."""
+        folder = f"{self._root}/objects"
         self._files.invalidate_cache(folder)
         try:
             infos = self._files.find(folder, detail=True)
         except FileNotFoundError:
             return {}
-        names = {path.partition(f"{self._root}/objects/")[2].removesuffix(_SUFFIX): path for path in infos}
-        return {name: _stat(infos[path]) for name, path in names.items() if is_name(name) and path.endswith(_SUFFIX)}
+        found = {}
+        for path, info in infos.items():
+            name = path.partition(f"{folder}/")[2].removesuffix(_SUFFIX)
+            if is_name(name) and path.endswith(_SUFFIX):
+                found[name] = _stat(info)
+        return found
 
     def remove_orphans(self) -> int:
         """Remove what writers left unfinished more than a day ago, where files are moved to their place."""
         if self._puts_whole:
             return 0
         with contextlib.suppress(OSError):
-            return self.circuit.call(self._reclaim)
+            return self._ask(self._reclaim)
         return 0
 
     def _reclaim(self) -> int:
@@ -147,16 +140,14 @@ class FsspecTier(RemoteTier, Tier):
     def _path(self, name: str) -> str:
         return f"{self._root}/objects/{name}{_SUFFIX}"
 
-    def _has_file(self, path: str) -> bool:
-        """Whether a file is there; an empty folder in its place is removed, and one that holds something refused."""
+    def _make_way(self, path: str) -> None:
+        """Remove an empty folder that is in the place of a file; one that holds something is refused."""
         info = self._info(path)
-        if info is None or _is_file(info):
-            return info is not None
-        try:
-            self._files.rmdir(path)
-        except OSError as error:
-            raise RefusedError(errno.EISDIR, f"a folder is in the place of an object: {error}") from error
-        return False
+        if info is not None and not _is_file(info):
+            try:
+                self._files.rmdir(path)
+            except OSError as error:
+                raise RefusedError(errno.EISDIR, f"a folder is in the place of an object: {error}") from error
 
     def _info(self, path: str) -> dict[str, Any] | None:
         self._files.invalidate_cache(path)
@@ -172,12 +163,15 @@ def _is_file(info: Mapping[str, Any]) -> bool:
 
 def _stat(info: Mapping[str, Any]) -> ObjectStat:
     """Size and time; where a file system tells no time, an object is never old."""
+    nbytes, created = int(info["size"] or 0), time.time()
     for field in _TIMES:
         value = info.get(field)
         if isinstance(value, str):
             with contextlib.suppress(ValueError):
                 value = datetime.fromisoformat(value)
-        value = value.timestamp() if isinstance(value, datetime) else value
+        if isinstance(value, datetime):
+            value = value.timestamp()
         if isinstance(value, int | float):
-            return ObjectStat(int(info["size"] or 0), float(value))
-    return ObjectStat(int(info["size"] or 0), time.time())
+            created = float(value)
+            break
+    return ObjectStat(nbytes, created, created)

@@ -4,7 +4,7 @@
 
 import threading
 import time
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from .base import BytesSource, ObjectStat, Source, Tier, check_name
 
@@ -18,28 +18,16 @@ class MemoryTier(Tier):
 
     def __init__(self) -> None:
         self.objects: dict[str, BytesSource] = {}
-        self._changes = 0
-        self._pins: frozenset[str] = frozenset()
         self._lock = threading.RLock()
 
     def open(self, name: str) -> Source | None:
         """Open an object, or None if there is none."""
         return self.objects.get(check_name(name))
 
-    def put_if_absent(self, name: str, parts: Sequence[memoryview]) -> bool:
-        """Store the parts one after the other; False if the object was there already."""
-        with self._lock:
-            if name in self.objects:
-                return False
-            self.replace(name, parts)
-        return True
-
-    def replace(self, name: str, parts: Sequence[memoryview]) -> None:
-        """Store the parts one after the other, whether the object is there or not."""
-        source = BytesSource(b"".join(parts), time.time())
-        with self._lock:
-            self.objects[check_name(name)] = source
-            self._changes += 1
+    def put(self, name: str, parts: Sequence[memoryview]) -> None:
+        """Store the parts one after the other."""
+        content, now_s = b"".join(parts), time.time()
+        self.objects[check_name(name)] = BytesSource(content, ObjectStat(len(content), now_s, now_s))
 
     def delete(self, name: str, source: Source | None = None) -> bool:
         """Remove an object; with `source`, only if it is still that one."""
@@ -48,29 +36,24 @@ class MemoryTier(Tier):
             if entry is None or (source is not None and source.identity != entry.identity):
                 return False
             del self.objects[name]
-            self._changes += 1
         return True
 
-    def shards(self, space: str = "") -> Mapping[str, str]:
-        """The space itself, as it is in this process."""
-        return {f"{space}/" if space else "": f"{id(self)}.{self._changes}"}
-
     def stat(self, name: str) -> ObjectStat | None:
-        """Size and age of an object, or None if there is none."""
+        """Look an object up."""
         entry = self.objects.get(check_name(name))
         return entry.stat if entry else None
 
-    def listing(self, prefix: str = "", listed: Container[str] = ()) -> Iterator[tuple[str, ObjectStat | None]]:
-        """Walk over the objects whose names begin so, with size and age."""
-        with self._lock:
-            objects = sorted(self.objects.items())
-        yield from ((name, entry.stat) for name, entry in objects if name.startswith(prefix))
+    def listing(self, prefix: str = "") -> Iterator[tuple[str, ObjectStat]]:
+        """Walk over the objects whose names begin so."""
+        for name, entry in sorted(self.objects.copy().items()):
+            if name.startswith(prefix):
+                yield name, entry.stat
 
-    def set_pin(self, name: str, pinned: bool) -> None:
-        """Remember, as long as the process lives, that an object must not be evicted, or that it may."""
-        with self._lock:
-            self._pins = self._pins | {name} if pinned else self._pins - {name}
+    def set_score(self, name: str, stat: ObjectStat, score: float) -> None:
+        """Keep the score of an object as long as the process lives."""
+        if entry := self.objects.get(name):
+            entry.stat = entry.stat._replace(score=score)
 
-    def pins(self) -> frozenset[str]:
-        """Names of the objects that must not be evicted."""
-        return self._pins
+    def lock(self) -> threading.RLock:  # type: ignore[valid-type]
+        """Keep other threads from evicting."""
+        return self._lock

@@ -1,0 +1,181 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""How much a tier may hold, and which objects leave so that more fit."""
+
+import errno
+import logging
+import shutil
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from .eviction.base import EvictionPolicy
+from .stats import StoreStats
+from .tiers.base import ObjectStat, Tier
+
+__all__ = ["Capacity"]
+
+logger = logging.getLogger(__name__)
+
+_FEW = 1000  # objects, which are listed again whenever one of them has to leave
+_COUNT_EVERY_S = 2.0  # at most, and at most a twentieth of the time: what other processes stored and removed
+
+
+class Capacity:
+    """The cap of one tier, all namespaces together. Threads may share it.
+
+    The tier is counted when the first object is put, and again every few seconds while objects are put, so several
+    processes together may pass the cap by what they put in between. As long as `estimate`, which is cheap and never
+    too low, stays below the cap it is taken for the count. `cap_bytes` is None where there is none; `spare_folder`
+    makes it what the tier holds at first and half of what is free there.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        policy: EvictionPolicy,
+        stats: StoreStats,
+        cap_bytes: int | None,
+        spare_folder: Path | None = None,
+        estimate: Callable[[], int] | None = None,
+    ) -> None:
+        self.tier = tier
+        self.policy = policy
+        self._stats = stats
+        self._cap_bytes = cap_bytes
+        self._spare_folder = spare_folder
+        self._estimate = estimate
+        self.objects = 0  # as counted last
+        self._nbytes = 0
+        self._in_flight_bytes = 0
+        self._in_order: deque[tuple[str, ObjectStat]] = deque()  # as listed last, the lowest score first
+        self._list_again_s = 0.0
+        self._has_changed = False  # since it was listed
+        self._count_again_s = -1.0
+        self._lock = threading.RLock()
+
+    @property
+    def cap_bytes(self) -> int | None:
+        """How many bytes may be there; None is any number."""
+        self._count()
+        return self._cap_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes are there, with those that are being written."""
+        self._count(exactly=True)
+        return self._nbytes + self._in_flight_bytes
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether anything is ever evicted."""
+        return self._cap_bytes is not None or self._spare_folder is not None
+
+    def use(self, name: str, stat: ObjectStat | None, weight: float) -> None:
+        """Count a use of an object, or what was reported of one."""
+        if self.is_bounded and stat is not None:
+            self._has_changed = True
+            self.tier.set_score(name, stat, self.policy.score(stat.score, time.time(), weight))
+
+    def reserve(self, nbytes: int) -> None:
+        """Make room for bytes that are about to come, and count them; raises OSError(ENOSPC) if they can never fit."""
+        with self._lock:
+            self._count()
+            if self._cap_bytes is not None:
+                if nbytes + self._in_flight_bytes > self._cap_bytes:
+                    raise OSError(errno.ENOSPC, f"{nbytes} bytes do not fit: {self._cap_bytes} bytes may be kept")
+                self._evict_to(self._cap_bytes - self._in_flight_bytes - nbytes)
+            self._in_flight_bytes += nbytes
+
+    def settle(self, nbytes: int, *, stored: bool) -> None:
+        """Report what became of reserved bytes."""
+        with self._lock:
+            self._in_flight_bytes -= nbytes
+            self._nbytes += nbytes if stored else 0
+            self._has_changed = True
+
+    def removed(self, nbytes: int) -> None:
+        """Report that an object was removed."""
+        with self._lock:
+            self._nbytes -= nbytes
+
+    def shrink(self, most_bytes: int) -> int:
+        """Evict until no more than so many bytes are left; gives how many left."""
+        with self._lock:
+            self._count(exactly=True)
+            before = self._nbytes
+            self._evict_to(most_bytes)
+            return before - self._nbytes
+
+    def _evict_to(self, most_bytes: int) -> None:
+        """Let the objects of the lowest scores go."""
+        if self._nbytes <= most_bytes:
+            return
+        with self.tier.lock():
+            counts = 0
+            is_stale = time.monotonic() > self._list_again_s or (self._has_changed and self.objects < _FEW)
+            while self._nbytes > most_bytes:
+                if is_stale or not self._in_order:
+                    if counts == 2:  # what cannot be deleted stays
+                        return
+                    counts += 1
+                    is_stale = False
+                    self._count(exactly=True)
+                    continue
+                name, listed = self._in_order.popleft()
+                found = self.tier.stat(name)
+                if found is None:
+                    continue
+                if found.score > listed.score:  # it was used since it was counted
+                    self._insert(name, found)
+                elif self._delete(name):
+                    self._nbytes -= listed.nbytes
+                    self._stats.count("evicted", self.tier.name)
+
+    def _delete(self, name: str) -> bool:
+        try:
+            return self.tier.delete(name)
+        except OSError as error:
+            logger.warning("chunk %s cannot be evicted (%s) and stays", name[-64:], error)
+            return False
+
+    def _insert(self, name: str, found: ObjectStat) -> None:
+        """Put an object back in its order."""
+        number = 0
+        while number < len(self._in_order) and self._in_order[number][1].score <= found.score:
+            number += 1
+        self._in_order.insert(number, (name, found))
+
+    def _count(self, exactly: bool = False) -> None:
+        """Count what is there, unless that was done a moment ago or nothing depends on it."""
+        began_s = time.monotonic()
+        if not exactly and (began_s < self._count_again_s or not self.is_bounded):
+            return
+        with self._lock:
+            total = None if exactly or self._estimate is None else self._estimate()
+            if total is None or (self._cap_bytes is not None and total > self._cap_bytes):
+                total = self._list()
+            if total is None:
+                return
+            self._nbytes = total
+            if self._spare_folder is not None:
+                self._cap_bytes = total + shutil.disk_usage(self._spare_folder).free // 2
+                self._spare_folder = None
+            now_s = time.monotonic()
+            self._count_again_s = now_s + max(_COUNT_EVERY_S, 20 * (now_s - began_s))
+
+    def _list(self) -> int | None:
+        """List what is there by its scores, and give the sum of the sizes; None if the tier does not answer."""
+        began_s = time.monotonic()
+        try:
+            objects = sorted(self.tier.listing(), key=lambda entry: entry[1].score)
+        except OSError as error:
+            logger.info("the %s tier cannot be listed now (%s)", self.tier.name, error)
+            return None
+        self._in_order = deque(objects)
+        self._has_changed = False
+        self._list_again_s = time.monotonic() + 20 * (time.monotonic() - began_s)
+        self.objects = len(objects)
+        return sum(found.nbytes for _, found in objects)
