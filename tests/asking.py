@@ -94,7 +94,8 @@ def rotated(states, positions):
     half = states.shape[-1] // 2
     positions = torch.as_tensor(positions).reshape(-1, 1)
     angles = positions * 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
-    first, second = states[..., :half].double(), states[..., half:].double()
+    first = states[..., :half].double()
+    second = states[..., half:].double()
     return torch.cat([first * angles.cos() - second * angles.sin(), first * angles.sin() + second * angles.cos()], -1)
 
 

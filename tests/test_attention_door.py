@@ -58,7 +58,7 @@ def in_part(model, pieces):
 
 
 @pytest.mark.parametrize(("family", "name"), KINDS)
-def test_no_config_is_written_in_a_forward(pieces, family, name):
+def test_no_config_is_written_in_forward(pieces, family, name):
     if family == "deepseek_v3":
         skip_in_the_oldest("no tiny model of this type can be built")
     model = shared_zoo_model(family, name)
@@ -74,13 +74,11 @@ def test_no_config_is_written_in_a_forward(pieces, family, name):
 
 
 @pytest.mark.parametrize("what", ["select", "sparse", "part", "extend"])
-def test_a_plain_call_in_another_thread_is_unaffected(pieces, what):
-    model, ids, found, stop = (
-        shared_zoo_model("llama", "eager"),
-        torch.tensor([[*range(3, 40)]]),
-        [],
-        threading.Event(),
-    )
+def test_plain_call_in_another_thread_is_unaffected(pieces, what):
+    model = shared_zoo_model("llama", "eager")
+    ids = torch.tensor([[*range(3, 40)]])
+    found = []
+    stop = threading.Event()
     in_part(model, pieces())
     with torch.no_grad():
         expected = model(ids).logits
@@ -90,7 +88,8 @@ def test_a_plain_call_in_another_thread_is_unaffected(pieces, what):
             while not stop.is_set():
                 found.append(torch.equal(model(ids).logits, expected))
 
-    other, before = threading.Thread(target=call), sys.getswitchinterval()
+    other = threading.Thread(target=call)
+    before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     other.start()
     try:
@@ -130,7 +129,8 @@ def taken_layers(model):
 @pytest.mark.parametrize("family", slow_but("stablelm", "gemma3n_text", among=tiny_types()))
 def test_every_attention_that_transformers_looks_up_is_taken(family, name):
     try:
-        model, expected = shared_zoo_model(family, name), []
+        model = shared_zoo_model(family, name)
+        expected = []
         decoder_layers(model)
         with pytest.MonkeyPatch.context() as patch:
             stock = AttentionInterface.get_interface
@@ -147,7 +147,7 @@ def test_every_attention_that_transformers_looks_up_is_taken(family, name):
     assert len(taken_layers(model)) == len(expected)
 
 
-def test_registered_function_calls_one_of_the_users():
+def test_registered_function_calls_one_of_users():
     def own(*args, **given):
         return sdpa_attention_forward(*args, **given)
 
@@ -159,14 +159,16 @@ def test_registered_function_calls_one_of_the_users():
         assert ALL_ATTENTION_FUNCTIONS["sdpa"].stock is own
 
 
-def test_a_call_is_taken_once_and_never_with_another_cache(pieces):
-    model, seen = shared_zoo_model("diffllama", "sdpa"), []  # its layers ask for their attention twice
+def test_call_is_taken_once_and_never_with_another_cache(pieces):
+    model = shared_zoo_model("diffllama", "sdpa")  # its layers ask for their attention twice
+    seen = []
 
     def take(stock, *args, **given):
         seen.append(1)
         return stock(*args, **given)
 
-    capture, ids = attention.AttentionCapture(decoder_layers(model)[0], take), torch.tensor([[3, 4, 5]])
+    capture = attention.AttentionCapture(decoder_layers(model)[0], take)
+    ids = torch.tensor([[3, 4, 5]])
     with torch.no_grad():
         for cache, count in ((None, 0), (BlendCache(model, ChunkStore.open("memory://"), allow_unverified=True), 1)):
             capture.open("another" if cache is None else cache)

@@ -147,7 +147,7 @@ PRODUCT = [(holder, change) for holder in HOLDERS for change in CHANGES]
 @pytest.mark.parametrize(
     ("holder", "change"), [one if one in DIAGONAL else pytest.param(*one, marks=pytest.mark.slow) for one in PRODUCT]
 )
-def test_kv_of_a_model_that_was_another_one_is_computed_again_or_refused(holder, change, tmp_path):
+def test_kv_of_model_that_was_another_one_is_computed_again_or_refused(holder, change, tmp_path):
     HOLDERS[holder](CHANGES[change], tmp_path)
 
 
@@ -237,7 +237,7 @@ def test_what_was_computed_under_autocast_is_not_saved(tmp_path):
     assert not (tmp_path / "chat").exists()
 
 
-def test_author_is_compared_once_in_each_generate_of_a_sequence(monkeypatch):
+def test_author_is_compared_once_in_each_generate_of_sequence(monkeypatch):
     model, counts = tiny_model("llama"), []
     cache = SequenceCache(model)
     noting(monkeypatch, identities, "_compare_structure", lambda *_: counts.append(1))
@@ -270,7 +270,7 @@ def test_steps_of_assisted_decoding_are_steps(monkeypatch):
         assert len(counts) <= 4, "and a few of the store"
 
 
-def test_assisted_decoding_of_a_later_turn_is_refused():
+def test_assisted_decoding_of_later_turn_is_refused():
     model = tiny_model("llama")
     cache = SequenceCache(model)
     output = model.generate(prompt(12).repeat(1, 3), past_key_values=cache, prompt_lookup_num_tokens=3, **FEW)

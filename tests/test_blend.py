@@ -21,7 +21,9 @@ from tests.conftest import random_pieces as pieces
 from tests.conftest import slow_but
 
 FAMILIES = {"llama": {}, "mistral": {"sliding_window": 24}, "qwen2": {}, "qwen3": {"head_dim": 16}}
-LAYERS, CHECK, BOS = 4, 1, (1,)
+LAYERS = 4
+CHECK = 1
+BOS = (1,)
 PRODUCT = [*itertools.product(FAMILIES, ("eager", "sdpa"), (1, 3))]
 DIAGONAL = [("llama", "sdpa", 3), ("mistral", "eager", 3), ("mistral", "sdpa", 1), ("qwen2", "eager", 1),
             ("qwen3", "sdpa", 3)]  # fmt: skip
@@ -44,7 +46,8 @@ def laid_out(requests):
     """Ids, mask, positions `[batch, tokens]` of requests padded on the left, and the first column of each."""
     rows = [[*one["prefix"], *sum(one["chunks"], []), *one["question"]] for one in requests]
     width = max(map(len, rows))
-    ids, starts = torch.zeros((len(rows), width), dtype=torch.long), [width - len(row) for row in rows]
+    ids = torch.zeros((len(rows), width), dtype=torch.long)
+    starts = [width - len(row) for row in rows]
     for row, (tokens, start) in enumerate(zip(rows, starts, strict=True)):
         ids[row, start:] = torch.tensor(tokens)
     mask = torch.stack([torch.arange(width) >= start for start in starts]).long()
@@ -76,7 +79,8 @@ def stale(model, requests):
     realigning anything. Gives (K, V) per layer, `[batch, kv_heads, tokens, head_dim]`, and where chunks lie.
     """
     ids, _, _, starts = laid_out(requests)
-    lies, layers = torch.zeros(ids.shape, dtype=torch.bool), None
+    lies = torch.zeros(ids.shape, dtype=torch.bool)
+    layers = None
     for row, (request, start) in enumerate(zip(requests, starts, strict=True)):
         for column, chunk in spans(request, start):
             if request["prefix"] == [*BOS] and column == start + 1:
@@ -99,7 +103,9 @@ class SplicingCache(DynamicCache):
 
     def __init__(self, layers, lies, ratios):
         super().__init__()
-        self.stale, self.lies, self.ratios = layers, lies, ratios
+        self.stale = layers
+        self.lies = lies
+        self.ratios = ratios
         self.chosen = lies
         self.sets = {}
 
@@ -142,7 +148,7 @@ def columns_of(grid):
 
 
 @everywhere
-def test_ratio_one_through_the_sparse_path_is_a_full_prefill(shared_model, family, attention, batch):
+def test_ratio_one_through_sparse_path_is_full_prefill(shared_model, family, attention, batch):
     model = shared_model(family, attention, **FAMILIES[family])
     requests = THREE[:batch]
     logits, cache = blend(model, *requests, recompute_ratio=1.0, keep=5)
@@ -153,10 +159,11 @@ def test_ratio_one_through_the_sparse_path_is_a_full_prefill(shared_model, famil
     assert min(cache.report.exact_tokens, cache.report.reusable_tokens) > 0, "nothing was blended"
 
 
-def test_in_bfloat16_ratio_one_is_as_near_to_a_full_prefill_as_another_full_prefill(tiny_model):
+def test_in_bfloat16_ratio_one_is_as_near_to_full_prefill_as_another_full_prefill(tiny_model):
     requests = [pieces(seed=seed) for seed in range(3)]
     eager, sdpa = (tiny_model(attn_implementation=name, weight_scale=3.0).bfloat16() for name in ("eager", "sdpa"))
-    wanted, other = full(sdpa, requests)[0].float(), full(eager, requests)[0].float()
+    wanted = full(sdpa, requests)[0].float()
+    other = full(eager, requests)[0].float()
     got, _ = blend(sdpa, *requests, recompute_ratio=1.0)
     floor = (wanted - other).abs().max()
     assert floor > 0
@@ -164,7 +171,7 @@ def test_in_bfloat16_ratio_one_is_as_near_to_a_full_prefill_as_another_full_pref
 
 
 @everywhere
-def test_blending_is_splicing_stale_states_into_a_full_prefill(shared_model, family, attention, batch):
+def test_blending_is_splicing_stale_states_into_full_prefill(shared_model, family, attention, batch):
     model = shared_model(family, attention, **FAMILIES[family])
     requests = THREE[:batch]
     reference = SplicingCache(*stale(model, requests), {CHECK: 0.3})
@@ -187,7 +194,8 @@ def test_blending_is_splicing_stale_states_into_a_full_prefill(shared_model, fam
 )
 @pytest.mark.parametrize("batch", [1, 3])
 def test_later_and_several_check_layers_choose_among_what_still_flows(shared_model, settings, ratios, batch):
-    model, requests = shared_model(), THREE[:batch]
+    model = shared_model()
+    requests = THREE[:batch]
     reference = SplicingCache(*stale(model, requests), ratios)
     wanted, _ = full(model, requests, reference)
     got, cache = blend(model, *requests, **settings)
@@ -196,9 +204,10 @@ def test_later_and_several_check_layers_choose_among_what_still_flows(shared_mod
 
 
 @torch.no_grad()
-def test_an_entry_without_chunks_computes_every_row_and_disturbs_no_other(shared_model, store):
+def test_entry_without_chunks_computes_every_row_and_disturbs_no_other(shared_model, store):
     model = shared_model()
-    known, unknown = pieces(), pieces(chunks=(90,), seed=3)
+    known = pieces()
+    unknown = pieces(chunks=(90,), seed=3)
     unknown["prefix"] = unknown["prefix"] + unknown["chunks"].pop()
     store.add(model, None, known["chunks"])
     ids, mask, places, starts = laid_out([unknown, known])
@@ -216,10 +225,12 @@ def test_an_entry_without_chunks_computes_every_row_and_disturbs_no_other(shared
 @torch.no_grad()
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_one_chunk_behind_its_sink_at_ratio_zero_is_prefix_caching_bit_for_bit(shared_model, store, attention):
-    model, request = shared_model("llama", attention), pieces((40,), prefix=0)
+    model = shared_model("llama", attention)
+    request = pieces((40,), prefix=0)
     got, cache = blend(model, request, store=store, recompute_ratio=0.0, keep=9)
     keys = [ChunkKey(fingerprint(model), (), BOS), ChunkKey(fingerprint(model), BOS, request["chunks"][0])]
-    stored, past = [store.get(key) for key in keys], DynamicCache()
+    stored = [store.get(key) for key in keys]
+    past = DynamicCache()
     for layer in range(LAYERS):
         joined = (torch.cat([chunk.layers[layer][part] for chunk in stored], 1)[None] for part in (0, 1))
         past.update(*joined, layer)
@@ -229,7 +240,9 @@ def test_one_chunk_behind_its_sink_at_ratio_zero_is_prefix_caching_bit_for_bit(s
         assert torch.equal(mine.keys, theirs.keys)
         assert torch.equal(mine.values, theirs.values)
     assert_close(got, full(model, [request], keep=9)[0])
-    assert (cache.report.exact_tokens, cache.report.reusable_tokens, cache.report.charged_budget) == (41, 0, 0)
+    assert cache.report.exact_tokens == 41
+    assert cache.report.reusable_tokens == 0
+    assert cache.report.charged_budget == 0
 
 
 def stored_chunks(model, store, request):
@@ -237,18 +250,21 @@ def stored_chunks(model, store, request):
 
 
 @families
-def test_what_was_not_chosen_is_the_realigned_store_bit_for_bit(shared_model, store, family):
-    model, request = shared_model(family, **FAMILIES[family]), REQUEST
+def test_what_was_not_chosen_is_realigned_store_bit_for_bit(shared_model, store, family):
+    model = shared_model(family, **FAMILIES[family])
+    request = REQUEST
     _, cache = blend(model, request, store=store, recompute_ratio=0.3)
     places = torch.arange(len(laid_out([request])[0][0]))[None]
-    tables, chosen = model.model.rotary_emb(torch.zeros(1), places), set(cache.report.chosen_columns[0])
+    tables = model.model.rotary_emb(torch.zeros(1), places)
+    chosen = set(cache.report.chosen_columns[0])
     for (start, _), chunk in zip(spans(request, 0), stored_chunks(model, store, request), strict=True):
         columns = range(start, start + chunk.tokens)
         left = [column for column in columns if column not in chosen]
         assert left
         new = tuple(part[0, start : start + chunk.tokens] for part in tables)
         for layer in range(CHECK + 1, LAYERS):
-            style, keys = rotary_styles(model)[layer], torch.empty_like(chunk.layers[layer][0])
+            style = rotary_styles(model)[layer]
+            keys = torch.empty_like(chunk.layers[layer][0])
             style.move(chunk.layers[layer][0], compose(style, chunk.tables[0], new), out=keys)
             inside = [column - start for column in left]
             assert torch.equal(cache.layers[layer].keys[0][:, left], keys[:, inside])
@@ -266,7 +282,8 @@ def recomputed(model, store, request, cache, layer):
 
 
 def test_question_and_tokens_that_are_not_stored_are_always_fresh(shared_model, store):
-    model, request = shared_model(), REQUEST
+    model = shared_model()
+    request = REQUEST
     store.add(model, None, [request["chunks"][0], request["chunks"][2]])
     cache = BlendCache(model, store, recompute_ratio=0.0)
     cache.get_seq_length()
@@ -280,15 +297,18 @@ def test_question_and_tokens_that_are_not_stored_are_always_fresh(shared_model, 
     assert_close(real_states(cache, torch.ones_like(ids)), real_states(reference, torch.ones_like(ids)))
 
 
-def test_the_prefix_and_the_first_chunk_behind_its_sink_are_never_recomputed_nor_charged(shared_model, store):
-    model, request = shared_model(), pieces(prefix=0)
+def test_prefix_and_first_chunk_behind_its_sink_are_never_recomputed_nor_charged(shared_model, store):
+    model = shared_model()
+    request = pieces(prefix=0)
     _, cache = blend(model, request, store=store, recompute_ratio=0.5)
-    assert (cache.report.exact_tokens, cache.report.reusable_tokens) == (1 + 17, 23 + 31)
+    assert cache.report.exact_tokens == 1 + 17
+    assert cache.report.reusable_tokens == 23 + 31
     assert min(cache.report.chosen_columns[0]) >= 18
     assert not recomputed(model, store, request, cache, 2) & set(range(18))
     system = pieces()
     _, cache = blend(model, system, store=store, recompute_ratio=0.5)
-    assert (cache.report.exact_tokens, cache.report.reusable_tokens) == (5, 71)
+    assert cache.report.exact_tokens == 5
+    assert cache.report.reusable_tokens == 71
 
 
 def forge(store, model, victim, other):
@@ -299,7 +319,8 @@ def forge(store, model, victim, other):
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_states_of_another_chunk_are_refused_and_computed_fresh(shared_model, store, batch, caplog):
-    model, request = shared_model(), REQUEST
+    model = shared_model()
+    request = REQUEST
     other = pieces(seed=5)["chunks"][1]
     store.add(model, None, [*request["chunks"], other])
     store.delete(ChunkKey(fingerprint(model), BOS, request["chunks"][1]))
@@ -315,8 +336,9 @@ def test_states_of_another_chunk_are_refused_and_computed_fresh(shared_model, st
     assert "is computed again" in caplog.text
 
 
-def test_with_every_chunk_refused_the_request_is_a_full_prefill(shared_model, store):
-    model, request = shared_model(), pieces((20, 20))
+def test_with_every_chunk_refused_request_is_full_prefill(shared_model, store):
+    model = shared_model()
+    request = pieces((20, 20))
     others = [pieces((20,), seed=seed)["chunks"][0] for seed in (7, 8)]
     store.add(model, None, others)
     for victim, other in zip(request["chunks"], others, strict=True):
@@ -329,8 +351,9 @@ def test_with_every_chunk_refused_the_request_is_a_full_prefill(shared_model, st
 
 @pytest.mark.parametrize("selector", ["boundary", "random"])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_a_selector_that_needs_no_states_chooses_before_the_first_layer(shared_model, selector, batch):
-    model, requests = shared_model(), THREE[:batch]
+def test_selector_that_needs_no_states_chooses_before_first_layer(shared_model, selector, batch):
+    model = shared_model()
+    requests = THREE[:batch]
     got, cache = blend(model, *requests, recompute_ratio=0.3, selector=selector)
     layers, lies = stale(model, requests)
     reference = SplicingCache(layers, lies, {-1: 1.0})
@@ -341,8 +364,9 @@ def test_a_selector_that_needs_no_states_chooses_before_the_first_layer(shared_m
     assert_close(got, full(model, requests, reference)[0])
 
 
-def test_the_selector_full_is_a_full_prefill_and_none_is_full_reuse(shared_model, store):
-    model, request = shared_model(), REQUEST
+def test_selector_full_is_full_prefill_and_none_is_full_reuse(shared_model, store):
+    model = shared_model()
+    request = REQUEST
     everything, _ = blend(model, request, store=store, selector="full", recompute_ratio=0.1)
     assert_close(everything, full(model, [request])[0])
     nothing, cache = blend(model, request, store=store, selector="none", recompute_ratio=0.9)
@@ -350,8 +374,9 @@ def test_the_selector_full_is_a_full_prefill_and_none_is_full_reuse(shared_model
     assert cache.report.charged_budget == 0
 
 
-def test_a_forward_that_records_gradients_gives_the_same_logits(shared_model, store, tokenizer):
-    model, logits = shared_model(), []
+def test_forward_that_records_gradients_gives_same_logits(shared_model, store, tokenizer):
+    model = shared_model()
+    logits = []
     for with_gradients in (False, True):
         cache = BlendCache(model, store, recompute_ratio=0.3)
         inputs = cache.inputs(tokenizer, **pieces())
@@ -360,7 +385,7 @@ def test_a_forward_that_records_gradients_gives_the_same_logits(shared_model, st
     assert torch.equal(logits[0], logits[1].detach())
 
 
-def test_a_layer_that_hands_nothing_to_the_cache_is_named(tiny_model, store, monkeypatch):
+def test_layer_that_hands_nothing_to_cache_is_named(tiny_model, store, monkeypatch):
     model = tiny_model()
     blend(model, pieces(), store=store)
     monkeypatch.setattr(decoder_layers(model)[CHECK], "forward", lambda hidden_states, **_: hidden_states)
@@ -376,6 +401,6 @@ def test_a_layer_that_hands_nothing_to_the_cache_is_named(tiny_model, store, mon
         ({"ratio": 0.1}, ConfigError, "recompute_ratio"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused_before_the_model_runs(shared_model, settings, error, text):
+def test_settings_that_make_no_sense_are_refused_before_model_runs(shared_model, settings, error, text):
     with pytest.raises(error, match=text):
         BlendCache(shared_model(), ChunkStore.open("memory://"), **settings)

@@ -20,7 +20,7 @@ def ids_of(request):
     return {"input_ids": torch.tensor([[*request["prefix"], *sum(request["chunks"], []), *request["question"]]])}
 
 
-def test_a_cache_that_is_never_used_leaves_nothing_on_the_model(shared_model, untouched):
+def test_cache_that_is_never_used_leaves_nothing_on_model(shared_model, untouched):
     model = shared_model()
     with untouched(model):
         cache = BlendCache(model, memory())
@@ -29,17 +29,22 @@ def test_a_cache_that_is_never_used_leaves_nothing_on_the_model(shared_model, un
         assert len(cache) == 4
 
 
-def test_a_chunk_that_occurs_twice_is_fetched_once(shared_model, pieces):
-    model, kept, request = shared_model(), memory(), pieces()
+def test_chunk_that_occurs_twice_is_fetched_once(shared_model, pieces):
+    model = shared_model()
+    kept = memory()
+    request = pieces()
     request["chunks"] = [request["chunks"][0], request["chunks"][1], request["chunks"][0]]
     cache, inputs = prepared(model, request, store=kept, recompute_ratio=1.0)
     as_stock(model, inputs, cache)
-    assert (cache.report.computed_chunks, cache.report.reusable_tokens) == (3, 17 + 23 + 17)
+    assert cache.report.computed_chunks == 3
+    assert cache.report.reusable_tokens == 17 + 23 + 17
 
 
 @pytest.mark.parametrize("offset", [0, 1, 7])
 def test_stored_chunks_are_found_by_content_at_any_offset_of_plain_ids(shared_model, pieces, offset):
-    model, kept, request = shared_model(), memory(), pieces()
+    model = shared_model()
+    kept = memory()
+    request = pieces()
     kept.add(model, None, request["chunks"])
     filler = pieces(prefix=40, seed=6)["prefix"][1:]
     ids = [1, *filler[:offset], *request["chunks"][2], *filler[:3], *request["chunks"][0], 9, 8, 7]
@@ -52,8 +57,10 @@ def test_stored_chunks_are_found_by_content_at_any_offset_of_plain_ids(shared_mo
     as_stock(model, inputs, BlendCache(model, kept, recompute_ratio=1.0))
 
 
-def test_plain_ids_and_built_inputs_are_the_same_request(shared_model, pieces, tokenizer):
-    model, kept, request = shared_model(), memory(), pieces()
+def test_plain_ids_and_built_inputs_are_same_request(shared_model, pieces, tokenizer):
+    model = shared_model()
+    kept = memory()
+    request = pieces()
     built = BlendCache(model, kept, recompute_ratio=0.15)
     first = generated(model, built.inputs(tokenizer, **request), built)
     found = BlendCache(model, kept, recompute_ratio=0.15)
@@ -67,12 +74,14 @@ def test_plain_ids_and_built_inputs_are_the_same_request(shared_model, pieces, t
     assert not built.report.notice
 
 
-def test_a_prompt_without_stored_chunks_is_a_plain_request(shared_model, pieces, untouched):
-    model, ids = shared_model(), ids_of(pieces())
+def test_prompt_without_stored_chunks_is_plain_request(shared_model, pieces, untouched):
+    model = shared_model()
+    ids = ids_of(pieces())
     with untouched(model):
         cache = BlendCache(model, memory(), recompute_ratio=0.0)
         as_stock(model, ids, cache)
-    assert (cache.report.reusable_tokens, cache.report.prompt_tokens) == (0, ids["input_ids"].shape[1])
+    assert cache.report.reusable_tokens == 0
+    assert cache.report.prompt_tokens == ids["input_ids"].shape[1]
 
 
 class Boom(RuntimeError):
@@ -95,8 +104,9 @@ def failing(module, error, calls_before=0):
 
 
 @pytest.mark.parametrize("place", ["embed_tokens", "norm", "lm_head"])
-def test_an_exception_outside_the_layers_leaves_no_hook(tiny_model, pieces, untouched, place):
-    model, request = tiny_model(), pieces()
+def test_exception_outside_layers_leaves_no_hook(tiny_model, pieces, untouched, place):
+    model = tiny_model()
+    request = pieces()
     module = getattr(model, place, None) or getattr(model.model, place)
     with untouched(model):
         cache, inputs = prepared(model, request, recompute_ratio=0.3)
@@ -109,10 +119,12 @@ def test_an_exception_outside_the_layers_leaves_no_hook(tiny_model, pieces, unto
     ("layer", "error", "calls_before"),
     [(0, Boom, 1), (1, Boom, 0), (3, Boom, 1), (0, KeyboardInterrupt, 0), (2, KeyboardInterrupt, 0)],
 )
-def test_after_an_exception_in_any_layer_the_next_request_works_with_the_same_cache_and_others(
+def test_after_exception_in_any_layer_next_request_works_with_same_cache_and_others(
     tiny_model, pieces, untouched, layer, error, calls_before
 ):
-    model, kept, request = tiny_model(), memory(), pieces()
+    model = tiny_model()
+    kept = memory()
+    request = pieces()
     _, expected = asked(model, request, store=kept, recompute_ratio=0.3)
     with untouched(model):
         cache, inputs = prepared(model, request, store=kept, recompute_ratio=0.3)
@@ -127,8 +139,10 @@ def test_after_an_exception_in_any_layer_the_next_request_works_with_the_same_ca
 
 
 @pytest.mark.parametrize("place", ["rotary_emb", "norm"])
-def test_the_request_after_an_interrupt_may_fail_outside_the_layers(tiny_model, pieces, place):
-    model, kept, request = tiny_model(), memory(), pieces()
+def test_request_after_interrupt_may_fail_outside_layers(tiny_model, pieces, place):
+    model = tiny_model()
+    kept = memory()
+    request = pieces()
     cache, inputs = prepared(model, request, store=kept, recompute_ratio=0.3)
     generated(model, inputs, cache)  # fills the store, so that the interrupt comes in the blended forward
     cache.reset()
@@ -139,9 +153,11 @@ def test_the_request_after_an_interrupt_may_fail_outside_the_layers(tiny_model, 
     assert len({one.get_seq_length() for one in cache.layers}) == 1
 
 
-def test_a_plain_request_beside_a_blended_one_is_unaffected(shared_model, pieces):
-    model, request = shared_model(), pieces()
-    before, logits = generated(model, ids_of(request)), model(**ids_of(request)).logits
+def test_plain_request_beside_blended_one_is_unaffected(shared_model, pieces):
+    model = shared_model()
+    request = pieces()
+    before = generated(model, ids_of(request))
+    logits = model(**ids_of(request)).logits
     cache, inputs = prepared(model, request, recompute_ratio=0.0)
     assert torch.equal(generated(model, ids_of(request)), before)
     assert torch.equal(model(**ids_of(request)).logits, logits)
@@ -151,11 +167,13 @@ def test_a_plain_request_beside_a_blended_one_is_unaffected(shared_model, pieces
 
 @torch.no_grad()
 def test_two_caches_whose_steps_alternate_do_not_see_each_other(shared_model, pieces):
-    model, kept = shared_model(), memory()
+    model = shared_model()
+    kept = memory()
     requests = [pieces(), pieces((40, 11), seed=1)]
     alone = [asked(model, request, store=kept, recompute_ratio=0.15)[1] for request in requests]
     made = [prepared(model, request, store=kept, recompute_ratio=0.15) for request in requests]
-    caches, inputs = [cache for cache, _ in made], [given["input_ids"] for _, given in made]
+    caches = [cache for cache, _ in made]
+    inputs = [given["input_ids"] for _, given in made]
     for cache in caches:
         cache.get_seq_length()
     rows = [ids.clone() for ids in inputs]
@@ -183,9 +201,11 @@ def test_caches_in_threads_do_not_see_each_other(tiny_model, pieces, tokenizer, 
 
 
 @torch.no_grad()
-def test_a_chunk_computed_while_another_thread_runs_the_model_has_its_own_tables(tiny_model, pieces):
-    model, request = tiny_model(), pieces((17,))
-    inside, done = threading.Event(), threading.Event()
+def test_chunk_computed_while_another_thread_runs_model_has_its_own_tables(tiny_model, pieces):
+    model = tiny_model()
+    request = pieces((17,))
+    inside = threading.Event()
+    done = threading.Event()
 
     def other_thread():
         inside.wait(30)
@@ -196,7 +216,8 @@ def test_a_chunk_computed_while_another_thread_runs_the_model_has_its_own_tables
         inside.set()
         done.wait(30)
 
-    kept, quiet = memory(), memory()
+    kept = memory()
+    quiet = memory()
     quiet.add(model, None, request["chunks"])
     thread = threading.Thread(target=other_thread)
     thread.start()
@@ -210,8 +231,10 @@ def test_a_chunk_computed_while_another_thread_runs_the_model_has_its_own_tables
         assert torch.equal(one, other)
 
 
-def test_a_model_without_bos_keeps_chunks_behind_nothing(tiny_model, pieces, tokenizer):
-    model, kept, request = tiny_model(bos_token_id=None), memory(), pieces()
+def test_model_without_bos_keeps_chunks_behind_nothing(tiny_model, pieces, tokenizer):
+    model = tiny_model(bos_token_id=None)
+    kept = memory()
+    request = pieces()
     cache = BlendCache(model, kept, recompute_ratio=1.0)
     assert cache.state.chunk_prefix_ids == ()
     as_stock(model, cache.inputs(tokenizer, **request), cache)
@@ -221,9 +244,12 @@ def test_a_model_without_bos_keeps_chunks_behind_nothing(tiny_model, pieces, tok
     assert again.report.exact_tokens == 17
 
 
-def test_a_sink_of_ones_own_stands_before_each_chunk(shared_model, pieces, tokenizer):
-    model, kept, request = shared_model(), memory(), pieces()
+def test_sink_of_ones_own_stands_before_each_chunk(shared_model, pieces, tokenizer):
+    model = shared_model()
+    kept = memory()
+    request = pieces()
     cache = BlendCache(model, kept, chunk_prefix_ids=tuple(request["prefix"]), recompute_ratio=0.0)
     generated(model, cache.inputs(tokenizer, **request), cache)
-    assert (cache.report.exact_tokens, cache.report.reusable_tokens) == (5 + 17, 23 + 31)
+    assert cache.report.exact_tokens == 5 + 17
+    assert cache.report.reusable_tokens == 23 + 31
     assert kept.contains(ChunkKey(fingerprint(model), request["prefix"], request["chunks"][1]))

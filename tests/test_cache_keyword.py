@@ -26,7 +26,7 @@ def model(tiny_model):
 
 @pytest.mark.filterwarnings(OUTDATED)
 @pytest.mark.parametrize("name", TAKEN)
-def test_generate_and_a_forward_reuse_chunks_under_each_name(model, name):
+def test_generate_and_forward_reuse_chunks_under_each_name(model, name):
     cache, inputs = prepared(model, PIECES, recompute_ratio=0.2)
     model.generate(**inputs, **{name: cache}, **GREEDY)
     assert cache.report.reused_tokens > 0
@@ -36,7 +36,7 @@ def test_generate_and_a_forward_reuse_chunks_under_each_name(model, name):
 
 
 @torch.no_grad()
-def test_own_calls_of_a_model_use_no_name_that_is_deprecated(model):
+def test_own_calls_of_model_use_no_name_that_is_deprecated(model):
     """Of storing, testing the model, blending, healing, `blended` and sequences."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
@@ -55,7 +55,7 @@ def test_own_calls_of_a_model_use_no_name_that_is_deprecated(model):
         assert sequences.get_seq_length() > inputs["input_ids"].shape[1] - 10
 
 
-def test_name_is_that_of_the_forward_and_a_wrapper_has_the_one_of_transformers(model):
+def test_name_is_that_of_forward_and_wrapper_has_one_of_transformers(model):
     class Wrapper(nn.Module):
         def forward(self, *args, **kwargs):
             return args, kwargs

@@ -78,29 +78,34 @@ def check_tables(chunk, one):
 
 @torch.no_grad()
 @pytest.mark.parametrize("sink", [(), (1,), (1, 5, 6)])
-def test_capture_chunk_gives_the_states_of_a_plain_forward_without_the_sink(shared_model, sink):
-    model, plain = shared_model(), DynamicCache()
+def test_capture_chunk_gives_states_of_plain_forward_without_sink(shared_model, sink):
+    model = shared_model()
+    plain = DynamicCache()
     chunk = capture_chunk(model, CHUNK, sink, "f")
     model(torch.tensor([[*sink, *CHUNK]]), past_key_values=plain)
     for (keys, values), layer in zip(chunk.layers, plain.layers, strict=True):
         assert torch.equal(keys, layer.keys[0, :, len(sink) :])
         assert torch.equal(values, layer.values[0, :, len(sink) :])
-    assert (chunk.key.chunk_prefix_ids, chunk.key.token_ids, chunk.tokens) == (sink, CHUNK, len(CHUNK))
+    assert chunk.key.chunk_prefix_ids == sink
+    assert chunk.key.token_ids == CHUNK
+    assert chunk.tokens == len(CHUNK)
     cos, sin = model.model.rotary_emb(torch.zeros(1), torch.arange(len(sink), len(sink) + len(CHUNK))[None])
     assert torch.equal(chunk.tables[0][0], cos[0])
     assert torch.equal(chunk.tables[0][1], sin[0])
     chunk.check()
 
 
-def test_capture_chunk_drops_nothing_by_a_window_and_tells_tables_of_layers_apart(shared_model, tiny_model):
+def test_capture_chunk_drops_nothing_by_window_and_tells_tables_of_layers_apart(shared_model, tiny_model):
     chunk = capture_chunk(shared_model("mistral", sliding_window=8), CHUNK, (1,), "f")
     assert all(keys.shape[1] == len(CHUNK) for keys, _ in chunk.layers)
     chunk = capture_chunk(tiny_model("gemma3_text", **WINDOWS), CHUNK, (1,), "f")
-    assert (len(chunk.tables), chunk.layer_table) == (2, (0, 1, 0, 1))
+    assert len(chunk.tables) == 2
+    assert chunk.layer_table == (0, 1, 0, 1)
 
 
-def test_capture_leaves_the_model_untouched_after_an_exception_too(tiny_model, untouched, monkeypatch):
-    model, keys = tiny_model(), keys_of(31, 7)
+def test_capture_leaves_model_untouched_after_exception_too(tiny_model, untouched, monkeypatch):
+    model = tiny_model()
+    keys = keys_of(31, 7)
     with untouched(model):
         chunk = capture_chunk(model, CHUNK, (1,), "f")
         capture_chunks(model, keys)
@@ -113,14 +118,15 @@ def test_capture_leaves_the_model_untouched_after_an_exception_too(tiny_model, u
                 call()
 
 
-def test_capture_chunk_refuses_what_cannot_be_computed_and_fills_the_positions_to_the_last(shared_model):
+def test_capture_chunk_refuses_what_cannot_be_computed_and_fills_positions_to_last(shared_model):
     with pytest.raises(PromptError, match=r"512 tokens behind a sink of 1.*512 positions.*Split"):
         capture_chunk(shared_model(), (5,) * 512, (1,), "f")
     assert capture_chunk(shared_model(), (5,) * 511, (1,), "f").tokens == 511
 
 
-def test_capture_names_a_layer_that_caches_nothing_or_something_else(tiny_model, monkeypatch):
-    model, update = tiny_model(), DynamicCache.update
+def test_capture_names_layer_that_caches_nothing_or_something_else(tiny_model, monkeypatch):
+    model = tiny_model()
+    update = DynamicCache.update
     cut = lambda self, k, v, i, *a, **n: update(self, k[:, :, : 5 if i == 1 else None], v, i, *a, **n)  # noqa: E731
     with monkeypatch.context() as patch:
         patch.setattr(DynamicCache, "update", lambda *args, **kwargs: (cut(*args, **kwargs), args[1:3])[1])
@@ -132,8 +138,9 @@ def test_capture_names_a_layer_that_caches_nothing_or_something_else(tiny_model,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_capture_chunks_gives_each_the_states_and_tables_of_a_plain_forward(tiny_model, kind):
-    model, keys = tiny_model(kind, **KINDS[kind]), keys_of(31, 7, 18)
+def test_capture_chunks_gives_each_states_and_tables_of_plain_forward(tiny_model, kind):
+    model = tiny_model(kind, **KINDS[kind])
+    keys = keys_of(31, 7, 18)
     assert batch_chunks(model, keys) == [keys]
     for key, chunk in zip(keys, capture_chunks(model, keys), strict=True):
         assert chunk.key == key
@@ -151,8 +158,9 @@ def test_capture_chunks_gives_each_the_states_and_tables_of_a_plain_forward(tiny
         among=itertools.product(SHARED, (torch.float32, torch.bfloat16)),
     ),
 )
-def test_capture_chunks_behind_a_prefix_that_all_share_gives_each_what_it_has_alone(tiny_model, kind, dtype):
-    model, keys = tiny_model(kind.partition(" ")[0], **SHARED[kind]).to(dtype), keys_of(9, 31, 1, 18, sink=PREFIX)
+def test_capture_chunks_behind_prefix_that_all_share_gives_each_what_it_has_alone(tiny_model, kind, dtype):
+    model = tiny_model(kind.partition(" ")[0], **SHARED[kind]).to(dtype)
+    keys = keys_of(9, 31, 1, 18, sink=PREFIX)
     assert batch_chunks(model, keys) == [keys]
     calls = tokens_of_calls(model)
     chunks = capture_chunks(model, keys)
@@ -166,7 +174,7 @@ def test_capture_chunks_behind_a_prefix_that_all_share_gives_each_what_it_has_al
             assert relative_error(got, own) <= (1e-5 if dtype == torch.float32 else allowed_of(KV, dtype))
 
 
-def test_capture_chunks_lets_no_bit_depend_on_what_the_others_say(shared_model):
+def test_capture_chunks_lets_no_bit_depend_on_what_others_say(shared_model):
     for model in (shared_model(), shared_model("mistral", sliding_window=8)):
         for sink in ((1,), PREFIX):
             first, middle, last, other = keys_of(31, 18, 7, 18, sink=sink)
@@ -179,8 +187,11 @@ def test_capture_chunks_lets_no_bit_depend_on_what_the_others_say(shared_model):
 @pytest.mark.parametrize("kind", ["window", "chunked", "full"])
 @pytest.mark.parametrize("is_additive", [False, True])
 def test_packed_lines_are_those_of_each_text_alone(shared, kind, is_additive):
-    starts, ends, tokens = [0, 5, 14, 16], [5, 14, 16, 27], 27
-    row, key = torch.arange(tokens)[:, None], torch.arange(tokens)
+    starts = [0, 5, 14, 16]
+    ends = [5, 14, 16, 27]
+    tokens = 27
+    row = torch.arange(tokens)[:, None]
+    key = torch.arange(tokens)
     alone = {"window": key > row - 4, "chunked": key // 4 == row // 4, "full": key >= 0}[kind] & (key <= row)
     lowest = torch.finfo(torch.float32).min
     mask = torch.where(alone, key.float(), lowest) if is_additive else alone
@@ -206,9 +217,11 @@ def test_packed_lines_are_those_of_each_text_alone(shared, kind, is_additive):
 
 
 def test_packs_hold_one_shared_prefix_and_count_it_once(tiny_model, monkeypatch):
-    model, half = tiny_model(), PACK_TOKENS // 2
+    model = tiny_model()
+    half = PACK_TOKENS // 2
     one, two = keys_of(half, half - len(PREFIX), sink=PREFIX)
-    other, none = keys_of(7, sink=(1,))[0], keys_of(8, sink=())[0]
+    other = keys_of(7, sink=(1,))[0]
+    none = keys_of(8, sink=())[0]
     assert batch_chunks(model, [one, other, none, two]) == [[one, two], [other, none]]
     mixed = [*keys_of(9, 11, sink=PREFIX), other]
     calls = tokens_of_calls(model)
@@ -221,8 +234,9 @@ def test_packs_hold_one_shared_prefix_and_count_it_once(tiny_model, monkeypatch)
     assert batch_chunks(model, [one, other, none, two]) == [[one, other, none], [two]]
 
 
-def test_packs_have_a_limit_and_one_rotary_regime(shared_model, tiny_model):
-    half, whole = PACK_TOKENS // 2, PACK_TOKENS
+def test_packs_have_limit_and_one_rotary_regime(shared_model, tiny_model):
+    half = PACK_TOKENS // 2
+    whole = PACK_TOKENS
     keys = keys_of(half - 1, half - 1, 3, whole, 5, 6)
     found = batch_chunks(shared_model(), keys)
     assert [key for pack in found for key in pack] == keys
@@ -250,7 +264,7 @@ def test_packs_hold_one_chunk_where_others_may_be_felt(tiny_model, shared_model,
         assert batch_chunks(model, [first, second]) == [[first], [second]]
 
 
-def test_packs_hold_one_chunk_of_a_model_with_mixers():
+def test_packs_hold_one_chunk_of_model_with_mixers():
     pytest.importorskip("hf_blend.hybrids")  # which the core does without
     first, second = keys_of(9, 11)
     assert batch_chunks(zoo_model("bamba"), [first, second]) == [[first], [second]]
@@ -261,28 +275,34 @@ def test_prompt_with_nothing_stored_runs_its_chunks_in_one_forward(tiny_model, p
     BlendCache(model, ChunkStore.open("memory://"))  # looked at once, with its store and its probes
     store = ChunkStore.open("memory://")
     cache = BlendCache(model, store, selector="ramp")
-    inputs, calls = cache.inputs(None, **pieces()), tokens_of_calls(model)
+    inputs = cache.inputs(None, **pieces())
+    calls = tokens_of_calls(model)
     with torch.no_grad():
         model(**inputs, past_key_values=cache, logits_to_keep=1)
-        prefix, chunks = 5, 3 + 17 + 23 + 31  # three chunks behind BOS; the prefix is what a prefix cache holds
+        prefix = 5  # three chunks behind BOS; the prefix is what a prefix cache holds
+        chunks = 3 + 17 + 23 + 31
         assert calls == [prefix, chunks, inputs["input_ids"].shape[1]]
         report = cache.report
-        assert (report.computed_chunks, report.loaded_chunks) == (4, 0)
+        assert report.computed_chunks == 4
+        assert report.loaded_chunks == 0
         assert min(report.compute_ms, report.store_ms, report.check_ms) > 0
         calls.clear()
         again = BlendCache(model, store, selector="ramp")
         model(**again.inputs(None, **pieces()), past_key_values=again, logits_to_keep=1)
     assert calls == [inputs["input_ids"].shape[1]]
-    assert (again.report.computed_chunks, again.report.compute_ms, again.report.store_ms) == (0, 0, 0)
+    assert again.report.computed_chunks == 0
+    assert again.report.compute_ms == 0
+    assert again.report.store_ms == 0
 
 
-def test_add_refuses_an_empty_chunk_by_its_number(shared_model):
+def test_add_refuses_empty_chunk_by_its_number(shared_model):
     with pytest.raises(PromptError, match=r"chunk 1 is \[\] and has no token"):
         ChunkStore.open("memory://").add(shared_model(), None, [CHUNK, []])
 
 
 def test_add_packs_missing_chunks_too(tiny_model):
-    model, store = tiny_model(), ChunkStore.open("memory://")
+    model = tiny_model()
+    store = ChunkStore.open("memory://")
     chunks = [list(key.token_ids) for key in keys_of(9, 11, 5)]
     store.add(model, None, chunks[:2])
     calls = tokens_of_calls(model)

@@ -101,7 +101,7 @@ def test_help_imports_no_command_and_that_of_command_no_torch():
         (["store", "ls", "--limit", "0"], "greater than or equal to 1"),
     ],
 )
-def test_main_exits_with_2_and_suggests_a_near_name(run, words, hint):
+def test_main_exits_with_2_and_suggests_near_name(run, words, hint):
     code, out, err = run(*words)
     assert code == 2
     assert out == ""
@@ -129,19 +129,19 @@ def test_store_ls_and_stats_give_one_json_document_each(run, filled):
     assert json.loads(run("store", "stats", "--store", filled, "--namespace", "other", "--json")[1])["chunks"] == 0
 
 
-def test_store_ls_of_an_empty_store_is_a_document_and_a_sentence(run):
+def test_store_ls_of_empty_store_is_document_and_sentence(run):
     assert run("store", "ls", "--json") == (0, "[]\n", "")
     assert run("store", "ls") == (0, "", "The store holds no chunks.\n")
 
 
-def test_show_gives_a_pipe_tab_separated_lines(run, filled):
+def test_show_gives_pipe_tab_separated_lines(run, filled):
     _, out, _ = run("store", "stats", "--store", filled)
     lines = dict(line.split("\t") for line in out.splitlines())
     assert lines["tokens"] == "12"
     assert out.isascii()
 
 
-def test_show_gives_a_terminal_a_table_with_units(run, filled, monkeypatch):
+def test_show_gives_terminal_table_with_units(run, filled, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     _, out, _ = run("store", "stats", "--store", filled)
     (line,) = [line for line in out.splitlines() if "nbytes" in line]
@@ -167,7 +167,7 @@ def test_show_gives_a_terminal_a_table_with_units(run, filled, monkeypatch):
         ("selector", "none", "none"),
     ],
 )
-def test_humanise_takes_the_unit_from_the_name(name, value, text):
+def test_humanise_takes_unit_from_name(name, value, text):
     assert output.humanise(name, value) == text
 
 
@@ -192,7 +192,7 @@ def test_fail_exits_with_1(run, tmp_path, monkeypatch):
         (KeyboardInterrupt(), 130, ["Stopped. What is stored stays"]),
     ],
 )  # fmt: skip
-def test_main_turns_an_error_of_others_into_a_sentence_that_says_what_to_do(run, monkeypatch, error, code, says):
+def test_main_turns_error_of_others_into_sentence_that_says_what_to_do(run, monkeypatch, error, code, says):
     monkeypatch.setattr("hf_blend.evaluation.bundled.open_model", raising(error))
     ended, out, err = run("index")
     assert ended == code
@@ -201,7 +201,7 @@ def test_main_turns_an_error_of_others_into_a_sentence_that_says_what_to_do(run,
     assert "Traceback" not in err
 
 
-def test_sigterm_ends_a_command_as_ctrl_c_does(run, monkeypatch):
+def test_sigterm_ends_command_as_ctrl_c_does(run, monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr("hf_blend.evaluation.bundled.open_model", lambda *_: signal.raise_signal(signal.SIGTERM))
     code, out, err = run("index", "--model", "smollm2")
@@ -211,7 +211,7 @@ def test_sigterm_ends_a_command_as_ctrl_c_does(run, monkeypatch):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_main_says_where_a_converted_model_lies(run, monkeypatch):
+def test_main_says_where_converted_model_lies(run, monkeypatch):
     say = logging.getLogger("hf_blend.model_names").info
     monkeypatch.setattr("hf_blend.evaluation.bundled.open_model", lambda *_: say("was converted into") or 1 / 0)
     for _ in range(2):
@@ -228,7 +228,7 @@ def test_demo_names_its_extra_before_model_is_read(run, monkeypatch):
 
 
 @pytest.mark.parametrize("quiet_by", [{"HF_HUB_DISABLE_PROGRESS_BARS": "1"}, {}])
-def test_progress_draws_a_bar_on_a_terminal_unless_the_environment_forbids_it(capsys, monkeypatch, quiet_by):
+def test_progress_draws_bar_on_terminal_unless_environment_forbids_it(capsys, monkeypatch, quiet_by):
     monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)
     for name, value in quiet_by.items():
         monkeypatch.setenv(name, value)
@@ -319,7 +319,7 @@ def test_example_runs(example, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_module_is_the_command_and_prints_one_document(run, tmp_path):
+def test_module_is_command_and_prints_one_document(run, tmp_path):
     assert run("--version")[1].startswith(f"hf-blend {hf_blend.__version__}\npython 3.")
     command = [sys.executable, "-P", "-m", "hf_blend", "env", "--json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)

@@ -69,7 +69,7 @@ def full_outputs(ids):
 
 @torch.no_grad()
 @pytest.mark.parametrize(("family", "batch", "announced"), FORMS)
-def test_outputs_of_every_token_are_those_of_a_stock_cache(family, batch, announced):
+def test_outputs_of_every_token_are_those_of_stock_cache(family, batch, announced):
     model = model_of(family)
     store = memory()
     for ratio in RATIOS:
@@ -93,7 +93,7 @@ def test_outputs_of_every_token_are_those_of_a_stock_cache(family, batch, announ
 
 @torch.no_grad()
 @pytest.mark.parametrize(("family", "batch", "announced"), FORMS)
-def test_logits_to_keep_gives_the_last_rows_and_the_last_is_what_generate_sees(family, batch, announced):
+def test_logits_to_keep_gives_last_rows_and_last_is_what_generate_sees(family, batch, announced):
     """Nine are the question; further ones lie in a chunk, and have to be computed for their output."""
     model = model_of(family)
     store = memory()
@@ -117,7 +117,7 @@ def test_logits_to_keep_gives_the_last_rows_and_the_last_is_what_generate_sees(f
 
 
 @torch.no_grad()
-def test_inputs_are_expected_by_the_very_next_call(shared_model, pieces, untouched):
+def test_inputs_are_expected_by_very_next_call(shared_model, pieces, untouched):
     """Nobody has asked the cache for its length: the hook is there since `inputs`."""
     model = shared_model()
     store = memory()
@@ -131,7 +131,7 @@ def test_inputs_are_expected_by_the_very_next_call(shared_model, pieces, untouch
             assert apart(got, model(**inputs, **given).logits) <= 1e-5
 
 
-def test_hook_of_a_cache_goes_with_the_cache(shared_model, pieces):
+def test_hook_of_cache_goes_with_cache(shared_model, pieces):
     model = shared_model()
     before = len(model._forward_pre_hooks)
     cache, inputs = prepared(model, pieces())
@@ -166,7 +166,7 @@ KEPT = ("author", "inexact_from", "is_recording", "is_prompt_open", "check_ms", 
 
 
 @torch.no_grad()
-def test_fallback_reason_is_reported_and_logged_once_where_a_prompt_cannot_be_searched(shared_model, pieces, caplog):
+def test_fallback_reason_is_reported_and_logged_once_where_prompt_cannot_be_searched(shared_model, pieces, caplog):
     model = shared_model()
     store = ChunkStore.open("memory://")
     request = pieces()
@@ -203,7 +203,7 @@ def test_fallback_reason_is_reported_and_logged_once_where_a_prompt_cannot_be_se
 
 @torch.no_grad()
 @pytest.mark.parametrize("called", ["forward", "decoder", "update"])
-def test_call_past_the_hook_is_refused_by_name(shared_model, pieces, called):
+def test_call_past_hook_is_refused_by_name(shared_model, pieces, called):
     model = shared_model()
     cache, inputs = prepared(model, pieces())
     states = torch.zeros(1, 2, 3, 16)
@@ -282,7 +282,7 @@ class Wrapped(torch.nn.Module):
 
 
 @torch.no_grad()
-def test_wrapper_around_the_model_is_the_model(tiny_model):
+def test_wrapper_around_model_is_model(tiny_model):
     model = tiny_model()
     cache, inputs = prepared(model, random_pieces(), recompute_ratio=1.0)
     got = Wrapped(model)(**inputs, past_key_values=cache, logits_to_keep=1).logits

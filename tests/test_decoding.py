@@ -23,7 +23,7 @@ def turn_of(seed):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_neox"])
-def test_history_at_ratio_1_goes_on_as_without_a_cache(family):
+def test_history_at_ratio_1_goes_on_as_without_cache(family):
     model = shared_zoo_model(family)
     cache, inputs = prepared(model, REQUEST, recompute_ratio=1.0)
     output = run(model, inputs, cache)
@@ -63,7 +63,7 @@ def test_history_keeps_its_own_states_and_new_chunks_go_behind_it(shared_model, 
 
 
 @pytest.mark.parametrize("cached", [10, 40])
-def test_prefill_chunk_size_continues_a_cache_or_is_refused_by_name(store, cached):
+def test_prefill_chunk_size_continues_cache_or_is_refused_by_name(store, cached):
     """In 5.17 `generate` computes the cached tokens again, behind themselves."""
     model = shared_zoo_model("llama")
     ids = torch.tensor([random_ids(60, 1)])

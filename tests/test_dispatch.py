@@ -77,7 +77,7 @@ def test_checks_hold_wherever_layers_are(name, where, checks, tmp_path):
 
 
 @in_every_way
-def test_fingerprint_chunks_and_text_of_a_dispatched_model_are_the_same(how, tmp_path):
+def test_fingerprint_chunks_and_text_of_dispatched_model_are_same(how, tmp_path):
     whole = tiny_model("llama")
     store = memory()
     model = offloaded(copy.deepcopy(whole), how, tmp_path)
@@ -98,7 +98,7 @@ def check_exact(model: Any, whole: Any) -> None:
 
 
 @from_disk
-def test_hooks_of_accelerate_stay_and_work_after_an_exception_too(how, tmp_path, monkeypatch):
+def test_hooks_of_accelerate_stay_and_work_after_exception_too(how, tmp_path, monkeypatch):
     model = dispatched("llama", how, tmp_path)
     _, expected = asked(model, PIECES)
 
@@ -118,7 +118,7 @@ def test_hooks_of_accelerate_stay_and_work_after_an_exception_too(how, tmp_path,
     assert torch.equal(asked(model, PIECES)[1], expected)
 
 
-def test_input_device_refuses_a_model_without_weights_with_the_remedy():
+def test_input_device_refuses_model_without_weights_with_remedy():
     model = tiny_model("llama").to("meta")
     with pytest.raises(UnsupportedModelError, match=r"embeddings of LlamaForCausalLM.*meta.*Load the weights"):
         input_device(model)
@@ -135,5 +135,7 @@ def test_row_lines_go_where_accelerate_brings_them():
     ):
         assert lines.to(torch.device("cpu")) is lines
         moved = send_to_device({"rows": lines}, torch.device("meta"))["rows"]
-        assert (type(moved), moved.shape, moved.is_causal) == (type(lines), lines.shape, lines.is_causal)
+        assert type(moved) is type(lines)
+        assert moved.shape == lines.shape
+        assert moved.is_causal == lines.is_causal
         assert moved.device.type == "meta"

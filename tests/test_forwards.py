@@ -19,7 +19,7 @@ def model(tiny_model):
 
 
 @torch.no_grad()
-def test_prefill_enters_the_layers_and_steps_behind_it_do_not(model):
+def test_prefill_enters_layers_and_steps_behind_it_do_not(model):
     seen = []
     count = observer(lambda *_: seen.append(hooks(model.model.layers[1])))
     handle = model.model.layers[0].register_forward_pre_hook(count)
@@ -33,7 +33,8 @@ def test_prefill_enters_the_layers_and_steps_behind_it_do_not(model):
 @torch.no_grad()
 def test_prompt_in_parts_is_blended_in_each(model):
     cache, inputs = prepared(model, PIECES)
-    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    ids = inputs["input_ids"]
+    mask = inputs["attention_mask"]
     model(ids[:, :30], attention_mask=mask[:, :30], past_key_values=cache, logits_to_keep=1)
     assert cache.is_expecting
     before = cache.report.reusable_tokens
@@ -57,7 +58,7 @@ def test_ids_are_known_of_prompts_and_answers_alike(model, is_announced):
 
 
 @torch.no_grad()
-def test_ids_of_a_padded_batch_and_of_beams_are_those_of_each_row(model):
+def test_ids_of_padded_batch_and_of_beams_are_those_of_each_row(model):
     short = {**PIECES, "question": [5, 6]}
     cache, inputs = prepared(model, PIECES, short)
     model.generate(**inputs, past_key_values=cache, num_beams=3, **GREEDY)
@@ -71,8 +72,9 @@ def test_ids_of_a_padded_batch_and_of_beams_are_those_of_each_row(model):
 
 
 @torch.no_grad()
-def test_ids_end_before_a_token_out_of_order(model):
-    cache, ids = BlendCache(model, memory()), prompt(20)
+def test_ids_end_before_token_out_of_order(model):
+    cache = BlendCache(model, memory())
+    ids = prompt(20)
     positions = torch.arange(20)[None].clone()
     positions[0, 12:] += 5
     model(ids, position_ids=positions, past_key_values=cache, logits_to_keep=1)
@@ -86,8 +88,9 @@ def test_ids_end_before_a_token_out_of_order(model):
 @torch.no_grad()
 @pytest.mark.parametrize(("is_blended", "layer"), [(True, 1), (True, 2), (False, 0), (False, 1)])
 @pytest.mark.parametrize("past", [0, 20])
-def test_forward_that_fails_leaves_the_cache_as_it_was(model, is_blended, layer, past):
-    cache, ids = BlendCache(model, memory(), recompute_ratio=1.0), prompt(20)
+def test_forward_that_fails_leaves_cache_as_it_was(model, is_blended, layer, past):
+    cache = BlendCache(model, memory(), recompute_ratio=1.0)
+    ids = prompt(20)
     if past:
         model(ids, past_key_values=cache, logits_to_keep=1)
     inputs = cache.inputs(None, **PIECES, history=ids if past else None)
@@ -105,9 +108,11 @@ def test_forward_that_fails_leaves_the_cache_as_it_was(model, is_blended, layer,
 @torch.no_grad()
 @pytest.mark.parametrize("use", ["generate", "model", "crop", "heal", "inputs"])
 @pytest.mark.parametrize("past", [0, 20])
-def test_interrupted_forward_is_taken_back_by_the_next_use(model, use, past):
+def test_interrupted_forward_is_taken_back_by_next_use(model, use, past):
     """Torch calls no hook behind a forward that ends by Ctrl+C."""
-    cache, stock, ids = BlendCache(model, memory()), DynamicCache(config=model.config), prompt(37)
+    cache = BlendCache(model, memory())
+    stock = DynamicCache(config=model.config)
+    ids = prompt(37)
     for kept in (cache, stock) if past else ():
         model(ids[:, :past], past_key_values=kept)
 
@@ -138,7 +143,8 @@ def test_interrupted_forward_is_taken_back_by_the_next_use(model, use, past):
 def test_window_or_state_that_has_moved_on_is_refused_until_reset(kind, tiny_model):
     states = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
     model = tiny_model(kind, **({"sliding_window": 8} if kind == "gemma3_text" else states))
-    cache, ids = BlendCache(model, memory(), allow_unverified=True), prompt(37)
+    cache = BlendCache(model, memory(), allow_unverified=True)
+    ids = prompt(37)
     model(ids, past_key_values=cache)
     with failing(model.model.layers[len(model.model.layers) - 2].mlp), pytest.raises(ZeroDivisionError):
         model(ids[:, :1], past_key_values=cache)
@@ -152,7 +158,7 @@ def test_window_or_state_that_has_moved_on_is_refused_until_reset(kind, tiny_mod
 
 
 @torch.no_grad()
-def test_forward_of_another_model_is_refused_and_the_own_one_is_blended_still(model, tiny_model):
+def test_forward_of_another_model_is_refused_and_own_one_is_blended_still(model, tiny_model):
     cache, inputs = prepared(model, PIECES, recompute_ratio=1.0)
     with pytest.raises(ConfigError, match="another model object"):
         tiny_model(num_hidden_layers=3, seed=1)(**inputs, past_key_values=cache, logits_to_keep=1)

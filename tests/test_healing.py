@@ -76,7 +76,7 @@ def tensors(cache):
 
 
 @pytest.mark.parametrize("kind", slow_but(*FAST, among=KINDS))
-def test_healed_cache_is_that_of_a_full_prefill(kind):
+def test_healed_cache_is_that_of_full_prefill(kind):
     model = tiny(kind)
     cache, ids = blended(model)
     assert off(model, cache, ids) > 1e-3
@@ -90,7 +90,9 @@ def test_healed_cache_is_that_of_a_full_prefill(kind):
 def test_left_is_exact_and_right_untouched_where_all_tokens_are_kept():
     model = tiny("llama")
     cache, ids = blended(model)
-    exact, before, length = stock(model, ids), copy.deepcopy(cache), cache.get_seq_length()
+    exact = stock(model, ids)
+    before = copy.deepcopy(cache)
+    length = cache.get_seq_length()
     while left := cache.heal(11):
         done = length - left
         for now, full, blend in zip(cache.layers, exact.layers, before.layers, strict=True):
@@ -111,7 +113,7 @@ def test_windows_states_and_groups_stay_until_all_is_computed(kind, bits):
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_few_bits_are_those_of_a_plain_prefill(bits):
+def test_few_bits_are_those_of_plain_prefill(bits):
     model = tiny("llama")
     cache, ids = blended(model, kv_bits=bits)
     cache.crop(-3)  # cuts no group, or one: no matter
@@ -172,8 +174,9 @@ def test_crop_keeps_what_is_exact(kind, more):
 
 
 @pytest.mark.parametrize("healed", [30, None])
-def test_turn_with_new_chunks_is_healed_from_the_first_inexact_token_on(healed):
-    model, store = tiny("llama"), memory()
+def test_turn_with_new_chunks_is_healed_from_first_inexact_token_on(healed):
+    model = tiny("llama")
+    store = memory()
     cache, ids = blended(model, store=store)
     left = cache.heal(healed)
     pieces = random_pieces(seed=4)
@@ -187,12 +190,13 @@ def test_turn_with_new_chunks_is_healed_from_the_first_inexact_token_on(healed):
     assert healed or cache.report.healed_tokens <= longer.shape[1] - ids.shape[1]
 
 
-def test_next_prompt_of_messages_keeps_a_healed_answer():
+def test_next_prompt_of_messages_keeps_healed_answer():
     model, tokenizer = small(model_type="gemma3_text", template="chatml", num_hidden_layers=4)
     cache = BlendCache(model, memory(), **REUSED)
     messages = [{"role": "user", "content": "".join([*DOCUMENTS, "Who keeps a dog?"])}]
     inputs = cache.inputs_from_messages(tokenizer, messages, DOCUMENTS)
-    answer, ids = "Tomas keeps it.", inputs["input_ids"]
+    answer = "Tomas keeps it."
+    ids = inputs["input_ids"]
     with torch.no_grad():
         model(**inputs, past_key_values=cache, logits_to_keep=1)
         for token in tokenizer(answer, add_special_tokens=False).input_ids:
@@ -224,7 +228,8 @@ def test_call_that_fails_leaves_every_byte_as_it_was(kind, bits, monkeypatch):
     modules = [module for module in model.modules() if not list(module.children())]
     draw = random.Random(kind)
     for _ in range(8):
-        before, left = tensors(cache), cache.heal(0)
+        before = tensors(cache)
+        left = cache.heal(0)
         with failing(draw.choice(modules)):
             try:
                 cache.heal(5)
@@ -275,7 +280,7 @@ def refused(cache, words, error=ConfigError):
 
 
 @torch.no_grad()
-def test_padding_is_refused_of_a_prompt_and_of_a_later_turn():
+def test_padding_is_refused_of_prompt_and_of_later_turn():
     model = tiny("llama")
     padded, _ = blended(model, random_pieces(), random_pieces((9,), seed=5))
     refused(padded, "hold padding")
@@ -321,7 +326,7 @@ def test_tokens_at_grouped_positions_are_refused():
 
 
 @pytest.mark.parametrize(("rope", "longest"), [("longrope", 512), ("dynamic", 64)])
-def test_frequencies_that_depend_on_the_length_are_refused_beyond_the_trained_one(rope, longest):
+def test_frequencies_that_depend_on_length_are_refused_beyond_trained_one(rope, longest):
     settings = {
         "longrope": {"short_factor": [1.5] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 64},
         "dynamic": {"factor": 2.0},
@@ -335,7 +340,7 @@ def test_frequencies_that_depend_on_the_length_are_refused_beyond_the_trained_on
     assert off(model, short, ids) < 1e-5
 
 
-def test_second_cache_without_memory_is_refused_with_the_bytes_that_it_needs(monkeypatch):
+def test_second_cache_without_memory_is_refused_with_bytes_that_it_needs(monkeypatch):
     cache, ids = blended(tiny("gemma3_text"))
     monkeypatch.setattr(healing, "available_bytes", lambda: 1000)
     refused(cache, r"heal\(\) needs [\d,]+ bytes on cpu .*1,000 are free")
@@ -345,7 +350,7 @@ def test_second_cache_without_memory_is_refused_with_the_bytes_that_it_needs(mon
 
 
 @pytest.mark.parametrize("change", ["weights", "mode"])
-def test_model_that_becomes_another_one_in_a_block_leaves_no_half_of_it(change, monkeypatch, tiny_model):
+def test_model_that_becomes_another_one_in_block_leaves_no_half_of_it(change, monkeypatch, tiny_model):
     monkeypatch.setattr(healing, "BLOCK_TOKENS", 32)
     model = tiny_model()
     cache, _ = blended(model)
@@ -392,8 +397,9 @@ def test_fewer_tokens_than_none_are_refused():
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
-def test_idle_healing_ends_exact_or_within_a_step(kind, monkeypatch):
-    model, idle = tiny(kind), idle_healing.IdleHealing()
+def test_idle_healing_ends_exact_or_within_step(kind, monkeypatch):
+    model = tiny(kind)
+    idle = idle_healing.IdleHealing()
     cache, ids = blended(model)
     idle.start(cache)
     idle._thread.join(60)
@@ -408,7 +414,8 @@ def test_idle_healing_ends_exact_or_within_a_step(kind, monkeypatch):
 
 
 def test_idle_healing_that_fails_loses_nothing(caplog):
-    model, idle = tiny("llama"), idle_healing.IdleHealing()
+    model = tiny("llama")
+    idle = idle_healing.IdleHealing()
     cache, _ = blended(model)
     before = tensors(cache)
     with failing(model.model.layers[1]):

@@ -16,7 +16,9 @@ from hf_blend.model.modality import other_inputs, placeholder_ids
 from hf_blend.store.chunk import ChunkKey
 from tests.tiny_image_models import IMAGE, image_inputs, image_tokens, tiny_image_model
 
-PREFIX, CHUNKS, QUESTION = [1, 5, 6, 7], [[*range(10, 26)], [*range(30, 50)], [*range(52, 70)]], [7, 8, 9, 11]
+PREFIX = [1, 5, 6, 7]
+CHUNKS = [[*range(10, 26)], [*range(30, 50)], [*range(52, 70)]]
+QUESTION = [7, 8, 9, 11]
 FLOOR = 2e-5  # of logits of size 1 to 5; another image moves them by 0.01 to 1
 KINDS = pytest.mark.parametrize("kind", ["llava", "qwen3_vl"])
 GREEDY = {"max_new_tokens": 4, "do_sample": False}
@@ -48,7 +50,8 @@ def test_prompt_with_image_is_computed_in_full_and_says_why(kind, seed):
     assert torch.equal(got, last_logits(model, inputs, DynamicCache(config=model.config)))
     assert "pixel_values" in cache.report.fallback_reason
     assert "computed in full" in cache.report.fallback_reason
-    assert (cache.report.loaded_chunks, cache.report.prompt_tokens) == (0, inputs["input_ids"].shape[1])
+    assert cache.report.loaded_chunks == 0
+    assert cache.report.prompt_tokens == inputs["input_ids"].shape[1]
 
 
 @KINDS
@@ -64,7 +67,8 @@ def test_generate_with_image_writes_what_stock_writes(kind):
 @KINDS
 def test_text_behind_turn_with_image_is_reused(kind):
     model = tiny_image_model(kind)
-    cache, true = BlendCache(model, filled(kind), recompute_ratio=1.0), DynamicCache(config=model.config)
+    cache = BlendCache(model, filled(kind), recompute_ratio=1.0)
+    true = DynamicCache(config=model.config)
     first = {**image_inputs(kind, torch.tensor([[*PREFIX, *image_tokens(kind), *QUESTION]])), **GREEDY}
     turn = model.generate(**first, past_key_values=cache)
     assert turn.equal(model.generate(**first, past_key_values=true))
@@ -75,7 +79,8 @@ def test_text_behind_turn_with_image_is_reused(kind):
 
 
 def test_history_that_parts_before_image_is_refused():
-    kind, model = "llava", tiny_image_model("llava")
+    kind = "llava"
+    model = tiny_image_model("llava")
     cache = BlendCache(model, filled(kind), recompute_ratio=1.0)
     built = cache.inputs(None, prefix=PREFIX, chunks=[image_tokens(kind), CHUNKS[0]], question=QUESTION)
     inputs = {**image_inputs(kind, built["input_ids"]), **built}
@@ -87,7 +92,8 @@ def test_history_that_parts_before_image_is_refused():
 
 
 def test_chunk_with_placeholder_is_computed_in_place_and_never_stored():
-    model, store = tiny_image_model("llava"), filled("llava")
+    model = tiny_image_model("llava")
+    store = filled("llava")
     for ids in ([*range(80, 90), *image_tokens("llava")], [IMAGE] * 3):
         cache = BlendCache(model, store, recompute_ratio=1.0)
         inputs = cache.inputs(None, prefix=[*PREFIX, IMAGE], chunks=[ids, CHUNKS[0]], question=QUESTION)
@@ -127,7 +133,9 @@ def test_other_inputs_are_named_by_forward_or_hold_tensors(given, names):
 
 
 def test_placeholders_are_refused_by_name():
-    kind, model, store = "llava", tiny_image_model("llava"), ChunkStore.open("memory://")
+    kind = "llava"
+    model = tiny_image_model("llava")
+    store = ChunkStore.open("memory://")
     with pytest.raises(PromptError, match=r"chunk 1 holds the placeholder token 120, where Llava.* computed in place"):
         store.add(model, None, [CHUNKS[0], [11, IMAGE, 12]])
     assert len(store) == 0

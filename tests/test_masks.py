@@ -21,7 +21,8 @@ def scattered(batch, kept, rows, seed=0):
 
 def full_mask(kind, batch, rows, past):
     """The boolean mask `[batch, 1, rows, keys]` that a model makes for all its new tokens."""
-    queries, keys = torch.arange(rows)[:, None] + past, torch.arange(rows + past)
+    queries = torch.arange(rows)[:, None] + past
+    keys = torch.arange(rows + past)
     mask = keys <= queries
     if kind == "sliding":
         mask = mask & (keys > queries - 20)
@@ -49,7 +50,7 @@ def check(states, lines, dense, atol=2e-6):
 
 @pytest.mark.parametrize("past", [0, 7])
 @pytest.mark.parametrize("batch", [1, 2])
-def test_row_lines_without_a_mask_are_causal_at_each_column(past, batch):
+def test_row_lines_without_mask_are_causal_at_each_column(past, batch):
     rows = scattered(batch, 9, 30)
     mask = row_lines(None, rows, past, 30 + past).plain()
     assert mask.dtype == torch.bool
@@ -59,7 +60,7 @@ def test_row_lines_without_a_mask_are_causal_at_each_column(past, batch):
 
 
 @pytest.mark.parametrize("mask_batch", [1, 3])
-def test_row_lines_are_those_of_the_models_mask(mask_batch):
+def test_row_lines_are_those_of_models_mask(mask_batch):
     additive = torch.randn(mask_batch, 2, 20, 26, generator=torch.Generator().manual_seed(0))
     rows = scattered(3, 6, 20)
     mask = row_lines(additive, rows, 6, 26).plain()
@@ -71,8 +72,9 @@ def test_row_lines_are_those_of_the_models_mask(mask_batch):
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("additive", [False, True], ids=["boolean", "additive"])
 @pytest.mark.parametrize("kept", [1, 40, 250])
-def test_attend_is_attention_under_the_dense_mask(kind, batch, additive, kept):
-    total, past = 300, 10
+def test_attend_is_attention_under_dense_mask(kind, batch, additive, kept):
+    total = 300
+    past = 10
     rows = scattered(batch, kept, total - 20) + 20
     model_mask = full_mask(kind, batch, total, past)
     dense = torch.stack([model_mask[entry, :, columns] for entry, columns in enumerate(rows)])
@@ -82,7 +84,8 @@ def test_attend_is_attention_under_the_dense_mask(kind, batch, additive, kept):
 
 
 def test_attend_keeps_bfloat16():
-    rows, states = scattered(1, 150, 200), [one.bfloat16() for one in attention_inputs(1, 150, 200)]
+    rows = scattered(1, 150, 200)
+    states = [one.bfloat16() for one in attention_inputs(1, 150, 200)]
     check(states, row_lines(None, rows, 0, 200), torch.arange(200) <= rows[0][:, None], atol=2e-2)
 
 
@@ -96,10 +99,12 @@ def test_attend_does_not_fold_heads_that_see_different_keys(heads):
     check(attention_inputs(1, 70, 120), row_lines(additive, rows, 0, 120), additive[:, :, rows[0]])
 
 
-def test_attend_reads_keys_once_for_entries_that_are_the_same_memory(monkeypatch):
+def test_attend_reads_keys_once_for_entries_that_are_same_memory(monkeypatch):
     query, key, value = attention_inputs(3, 5, 40)
-    key, value = key[:1].expand(3, -1, -1, -1), value[:1].expand(3, -1, -1, -1)
-    rows, batches = scattered(3, 5, 40), []
+    key = key[:1].expand(3, -1, -1, -1)
+    value = value[:1].expand(3, -1, -1, -1)
+    rows = scattered(3, 5, 40)
+    batches = []
     sdpa = row_masks.scaled_dot_product_attention
     counted = lambda query, *given, **more: batches.append(len(query)) or sdpa(query, *given, **more)  # noqa: E731
     monkeypatch.setattr(row_masks, "scaled_dot_product_attention", counted)
@@ -110,7 +115,8 @@ def test_attend_reads_keys_once_for_entries_that_are_the_same_memory(monkeypatch
 
 def test_row_that_sees_no_key_disturbs_no_other():
     seen = torch.ones(6, 6).tril().bool()
-    states, others = attention_inputs(1, 6, 6), [0, 1, 3, 4, 5]
+    states = attention_inputs(1, 6, 6)
+    others = [0, 1, 3, 4, 5]
     lines = row_lines(seen.index_fill(0, torch.tensor([2]), False)[None, None], torch.arange(6)[None], 0, 6)
     expected = scaled_dot_product_attention(*states, attn_mask=seen, enable_gqa=True)
     torch.testing.assert_close(attend(*states, lines)[:, :, others], expected[:, :, others], atol=2e-6, rtol=0)
@@ -152,7 +158,7 @@ def test_blocks_read_no_key_that_all_their_rows_are_before():
     assert len(LocalLines(columns[None, :40], 1500, numbers=columns[:40].tolist).blocks) == 1, "too few to cut"
 
 
-def test_blocks_of_a_causal_mask_make_no_tensor_of_all_rows_and_keys():
+def test_blocks_of_causal_mask_make_no_tensor_of_all_rows_and_keys():
     columns = torch.arange(0, 1 << 20, 64)
     lines = LocalLines(columns[None], 1 << 20, numbers=columns.tolist)  # 16 GiB as booleans
     assert lines.shape == (1, 1, 1 << 14, 1 << 20)

@@ -52,7 +52,7 @@ def step(model, cache, ids=STEP):
 
 
 @each
-def test_ratio_1_gives_the_answers_of_stock_over_two_turns(kind, first_turn):
+def test_ratio_1_gives_answers_of_stock_over_two_turns(kind, first_turn):
     model, cache, ids = first_turn(kind, ratio=1.0)
     prompt = ids[:, : -GREEDY["max_new_tokens"]]
     if kind != "8 bits":  # its steps read rounded states
@@ -99,7 +99,7 @@ def test_failed_first_prompt_can_be_asked_again(kind, first_turn):
 
 
 @each
-def test_failed_step_leaves_the_cache_as_it_was_or_is_refused_until_reset(kind, first_turn):
+def test_failed_step_leaves_cache_as_it_was_or_is_refused_until_reset(kind, first_turn):
     model, cache, expected = first_turn(kind)
     twin = copy.deepcopy(cache)
     with failing(decoder_layers(model)[2].mlp), pytest.raises(ZeroDivisionError):
@@ -115,7 +115,7 @@ def test_failed_step_leaves_the_cache_as_it_was_or_is_refused_until_reset(kind, 
 
 
 @each
-def test_copy_goes_on_alike_and_neither_sees_the_other(kind, first_turn):
+def test_copy_goes_on_alike_and_neither_sees_other(kind, first_turn):
     model, cache, _ = first_turn(kind)
     twin = copy.deepcopy(cache)
     held = twin.get_seq_length()
@@ -126,7 +126,7 @@ def test_copy_goes_on_alike_and_neither_sees_the_other(kind, first_turn):
 
 
 @each
-def test_reset_gives_an_empty_cache_that_blends_as_a_new_one(kind, first_turn):
+def test_reset_gives_empty_cache_that_blends_as_new_one(kind, first_turn):
     store = memory()
     model, cache, expected = first_turn(kind, store)
     cache.reset()
@@ -168,7 +168,7 @@ def test_forward_of_another_model_is_refused_and_changes_nothing(kind, first_tur
     assert torch.equal(step(model, cache), step(model, twin))
 
 
-def test_plain_generate_beside_a_cache_is_that_of_the_model_alone(shared_model, untouched):
+def test_plain_generate_beside_cache_is_that_of_model_alone(shared_model, untouched):
     model = shared_model()
     cache = BlendCache(model, memory())
     inputs = cache.inputs(None, **random_pieces())

@@ -35,8 +35,10 @@ class Plain(Lists):
 
     def __init__(self, model, bits):
         super().__init__()
-        self.model, self.bits = model, bits
-        self.kv, self.packed = None, 0  # K and V of each layer by cell; `rows` are of pairs (cell, position)
+        self.model = model
+        self.bits = bits
+        self.kv = None  # K and V of each layer by cell; `rows` are of pairs (cell, position)
+        self.packed = 0
         self.origins = []
 
     def shown(self, number):
@@ -49,7 +51,8 @@ class Plain(Lists):
     def forward(self, ids, batch=(0,)):
         found = []
         for number, line in zip(batch, ids, strict=True):
-            cache, row = DynamicCache(), self.row(number)
+            cache = DynamicCache()
+            row = self.row(number)
             for index, pair in enumerate(self.shown(number)):
                 cache.update(*pair, index)
             first = max((at for _, at in row), default=-1) + 1
@@ -93,7 +96,8 @@ def goes_on_alike(cache, plain, steps=24, seed=1, size=1, within=FLOOR):
     """Feed both the same tokens, `size` in each forward, and compare the logits of each."""
     for step in range(steps):
         ids = prompt(size, seed + step, len(cache.batch))
-        got, expected = fed(cache, ids), plain.forward(ids, cache.batch)
+        got = fed(cache, ids)
+        expected = plain.forward(ids, cache.batch)
         assert float((got - expected).abs().max() / expected.abs().max()) <= within, step
 
 
@@ -105,7 +109,7 @@ def shows(cache, plain, number=0):
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_logits_are_those_of_tokens_quantised_by_the_formula(bits):
+def test_logits_are_those_of_tokens_quantised_by_formula(bits):
     cache, plain = both(bits=bits)
     exact = Plain(MODEL, bits)
     exact.pack = lambda sequences: None
@@ -144,11 +148,12 @@ def test_forks_write_to_no_shared_cell(bits):
     goes_on_alike(cache, plain, steps=3)
 
 
-CROP, FORWARD = st.tuples(st.just("crop"), st.integers(-90, 0)), st.tuples(st.just("forward"), st.integers(1, 70))
+CROP = st.tuples(st.just("crop"), st.integers(-90, 0))
+FORWARD = st.tuples(st.just("forward"), st.integers(1, 70))
 
 
 @given(moves(100, CROP, FORWARD), st.sampled_from([8, 4]))
-def test_keys_after_any_program_are_those_of_the_formula_rotated_once(program, bits):
+def test_keys_after_any_program_are_those_of_formula_rotated_once(program, bits):
     cache, plain = both(100, bits)
     for operation, *arguments in program:
         if operation == "forward":
@@ -197,7 +202,7 @@ SHARES = [(8, "bfloat16", 0.6), (8, "float32", 0.32), (4, "bfloat16", 0.38)]
 
 
 @pytest.mark.parametrize(("bits", "dtype", "share"), slow_but((4, "bfloat16", 0.38), among=SHARES))
-def test_bytes_of_a_long_prefix_with_eight_sequences_are_counted_and_few(bits, dtype, share):
+def test_bytes_of_long_prefix_with_eight_sequences_are_counted_and_few(bits, dtype, share):
     model = tiny_model("llama", head_dim=64, num_hidden_layers=2, max_position_embeddings=8192)
     model.to(getattr(torch, dtype))
     caches = [SequenceCache(model, kv_bits=kv_bits) for kv_bits in (None, bits)]
@@ -229,7 +234,8 @@ WRONG = {
 
 
 def test_session_with_wrong_scales_or_of_other_bits_is_refused(tmp_path):
-    path, caches = tmp_path / "chat", {bits: filled(bits=bits) for bits in (8, 4, None)}
+    path = tmp_path / "chat"
+    caches = {bits: filled(bits=bits) for bits in (8, 4, None)}
     save_session(caches[8], path)
     check_refused(caches[8], path, WRONG)
     for saved, other in ((8, None), (None, 8), (8, 4)):
@@ -241,7 +247,8 @@ def test_session_with_wrong_scales_or_of_other_bits_is_refused(tmp_path):
 
 
 def test_sequence_beside_others_keeps_its_scales(tmp_path):
-    cache, plain = SequenceCache(MODEL, kv_bits=8), Plain(MODEL, 8)
+    cache = SequenceCache(MODEL, kv_bits=8)
+    plain = Plain(MODEL, 8)
     fed(cache, prompt(150, 8))
     plain.forward(prompt(150, 8))
     save_session(cache, tmp_path / "one", sequence=0)
@@ -253,7 +260,7 @@ def test_sequence_beside_others_keeps_its_scales(tmp_path):
         shows(other, expected)
 
 
-def test_cells_in_another_order_keep_the_scales_of_their_groups():
+def test_cells_in_another_order_keep_scales_of_their_groups():
     cache, plain = both(150)
     for one in (cache, plain):
         one.copy(0, 1, 70, 150)

@@ -21,7 +21,8 @@ from hf_blend.prefill.rows import Rows, highest
 @st.composite
 def grids(draw, batch=None, places=None):
     """`[batch, places]` boolean, at least one True in each entry."""
-    batch, places = batch or draw(st.integers(1, 4)), places or draw(st.integers(1, 12))
+    batch = batch or draw(st.integers(1, 4))
+    places = places or draw(st.integers(1, 12))
     grid = torch.tensor(draw(st.lists(st.booleans(), min_size=batch * places, max_size=batch * places)))
     grid = grid.view(batch, places)
     for row in range(batch):
@@ -43,7 +44,7 @@ def wanted_sets(grid):
 
 
 @given(grids())
-def test_rows_hold_the_wanted_places_sorted_and_each_once(grid):
+def test_rows_hold_wanted_places_sorted_and_each_once(grid):
     rows, index = Rows.of(grid)
     assert sets(rows) == wanted_sets(grid)
     assert torch.equal(index, rows.columns)
@@ -67,19 +68,22 @@ def test_states_taken_and_written_back_change_nothing_and_touch_no_other_column(
     batch, places = grid.shape
     states = torch.randn(batch, 2, places, 3, generator=torch.Generator().manual_seed(seed))
     rows, _ = Rows.of(grid)
-    pair, written = (states, -states), grid[:, None, :, None].expand_as(states)
-    taken, targets = rows.take_pair(pair), [torch.full_like(states, 7.0) for _ in pair]
+    pair = (states, -states)
+    written = grid[:, None, :, None].expand_as(states)
+    taken = rows.take_pair(pair)
+    targets = [torch.full_like(states, 7.0) for _ in pair]
     rows.write_states(targets, taken)
     for one, kept, target in zip(pair, taken, targets, strict=True):
         assert torch.equal(kept, torch.stack([one[row][:, columns] for row, columns in enumerate(rows.columns)]))
         assert torch.equal(target, torch.where(written, one, torch.tensor(7.0)))
 
 
-def test_rows_of_a_layers_own_table_are_not_taken_for_those_of_other_layers(shared_model):
+def test_rows_of_layers_own_table_are_not_taken_for_those_of_other_layers(shared_model):
     table = tuple(torch.arange(24.0).view(1, 12, 2) + part for part in (0, 100))
     given = (torch.zeros(1, 12, 64),), {"position_embeddings": table}
     calls = [LayerCall.bind(layer, *given) for layer in decoder_layers(shared_model())[:2]]
-    kinds, prefill = [IndexedKind(), LayerKind()], SimpleNamespace(width=12)
+    kinds = [IndexedKind(), LayerKind()]
+    prefill = SimpleNamespace(width=12)
     kinds[0]._table = table
     rows = Rows.at([[2, 5, 7, 11]], torch.device("cpu"))
     fewer, _ = rows.last(2)
@@ -93,21 +97,24 @@ def test_rows_of_a_layers_own_table_are_not_taken_for_those_of_other_layers(shar
 
 
 def test_cut_takes_rows_of_all_tokens_where_there_are_as_many_heads_as_rows_that_ran(shared_model):
-    by_head, columns = torch.randn(2, 3, 12, 4), [[1, 7], [5, 9]]
+    by_head = torch.randn(2, 3, 12, 4)
+    columns = [[1, 7], [5, 9]]
     given = {"position_embeddings": (by_head,), "attention_mask": None}
     call = LayerCall.bind(decoder_layers(shared_model())[0], (torch.zeros(2, 12, 64),), given)
-    rows, ran = Rows.at(columns, torch.device("cpu")), torch.tensor([[0, 2], [1, 2]])
+    rows = Rows.at(columns, torch.device("cpu"))
+    ran = torch.tensor([[0, 2], [1, 2]])
     cuts = RowArguments(SimpleNamespace(_attn_implementation="sdpa"), [BlendLayer()], 0, 12)
     cuts.cut(0, call, rows, None, True, {12: rows.columns, 3: ran})
     expected = torch.stack([by_head[row][:, kept] for row, kept in enumerate(columns)])
     assert torch.equal(call.arguments["position_embeddings"][0], expected)
 
 
-def test_cut_counts_the_keys_of_a_window_from_the_first_that_the_layer_still_holds(shared_model):
+def test_cut_counts_keys_of_window_from_first_that_layer_still_holds(shared_model):
     call = LayerCall.bind(decoder_layers(shared_model())[0], (torch.zeros(1, 12, 64),), {"attention_mask": None})
     cuts = RowArguments(SimpleNamespace(_attn_implementation="flash_attention_2"), [BlendSlidingLayer(8)], 20, 12, {0})
     cuts.cut(0, call, Rows.at([[2, 5, 7, 11]], torch.device("cpu")), None, True, {})
-    columns, keys = torch.tensor([[22], [25], [27], [31]]), torch.arange(13, 32)
+    columns = torch.tensor([[22], [25], [27], [31]])
+    keys = torch.arange(13, 32)
     visible = (keys <= columns) & (keys > columns - 8)
     assert torch.equal(call.arguments[ROWS].plain()[0, 0], visible)
 
@@ -124,7 +131,7 @@ def choices(draw):
 
 @given(choices())
 @example((torch.tensor([[9.0, math.nan]]), torch.tensor([[False, True]]), [1]))
-def test_the_highest_are_those_of_a_plain_sort_with_the_earlier_first(choice):
+def test_highest_are_those_of_plain_sort_with_earlier_first(choice):
     scores, eligible, counts = choice
     marked = highest(scores, eligible, counts)
     for row, places in enumerate(eligible):

@@ -42,7 +42,7 @@ def next_turn(cache, output):
 
 
 @pytest.mark.parametrize(("kind", "bits"), slow_but(*FAST, ("deepseek_v32", 8), among=CASES))
-def test_loaded_cache_continues_as_the_saved_one(kind, bits, tmp_path, untouched):
+def test_loaded_cache_continues_as_saved_one(kind, bits, tmp_path, untouched):
     if kind == "deepseek_v32":
         skip_in_the_oldest("models with an indexer turn their keys in a way that is refused")
     try:
@@ -82,7 +82,7 @@ def test_past_that_was_recorded_for_assisted_decoding_is_not_saved(kind, tmp_pat
     assert torch.equal(next_turn(again, output), expected)
 
 
-def test_loaded_cache_heals_to_a_full_prefill_and_is_stock_then(tmp_path):
+def test_loaded_cache_heals_to_full_prefill_and_is_stock_then(tmp_path):
     cache, output = held()
     cache.heal(20)
     cache.save(tmp_path / "chat")
@@ -93,7 +93,7 @@ def test_loaded_cache_heals_to_a_full_prefill_and_is_stock_then(tmp_path):
     assert torch.equal(next_turn(again, output), expected)
 
 
-def test_saved_cache_knows_the_ids_of_its_answer(tmp_path):
+def test_saved_cache_knows_ids_of_its_answer(tmp_path):
     cache, output = held()
     cache.save(tmp_path / "chat")
     again = BlendCache.load(cache.model, memory(), tmp_path / "chat", **REUSED)
@@ -139,7 +139,8 @@ def test_crafted_file_is_refused_by_name(change, tmp_path):
 
 def test_tampered_file_and_other_model_and_bits_are_refused_by_name(tmp_path):
     cache, _output = held()
-    path, model = tmp_path / "chat", cache.model
+    path = tmp_path / "chat"
+    model = cache.model
     cache.save(path)
     content = path.read_bytes()
     flipped = bytearray(content)
@@ -170,7 +171,8 @@ def test_save_refuses_what_is_no_conversation_by_name(tmp_path):
     with pytest.raises(ConfigError, match="kv_device_map"):
         away.save(tmp_path / "away")
     padded = BlendCache(model, memory(), **REUSED)
-    ids, mask = prompt(30), torch.ones(1, 30)
+    ids = prompt(30)
+    mask = torch.ones(1, 30)
     mask[0, :4] = 0
     generated(model, {"input_ids": ids, "attention_mask": mask}, padded)
     with pytest.raises(ConfigError, match="hold padding"):

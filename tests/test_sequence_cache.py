@@ -65,7 +65,7 @@ def lengths(cache):
 
 
 @given(moves(24), st.sampled_from(["llama", "gpt_neox", "deepseek_v3", "gptj"]))
-def test_keys_after_any_program_are_those_of_a_direct_computation(program, name):
+def test_keys_after_any_program_are_those_of_direct_computation(program, name):
     cache = filled(MODELS[name])
     for operation, *arguments in program:
         getattr(cache, operation)(*arguments)
@@ -75,8 +75,9 @@ def test_keys_after_any_program_are_those_of_a_direct_computation(program, name)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_hundred_shifts_of_one_are_one_shift_of_a_hundred(name):
-    many, once = filled(MODELS[name]), filled(MODELS[name])
+def test_hundred_shifts_of_one_are_one_shift_of_hundred(name):
+    many = filled(MODELS[name])
+    once = filled(MODELS[name])
     for _ in range(100):
         many.shift(0, 0, None, 1)
         many.compact()
@@ -92,7 +93,8 @@ def test_hundred_shifts_of_one_are_one_shift_of_a_hundred(name):
 )
 def test_generate_without_operations_is_plain_generate(name, mode):
     """Prompt lookup crops what was guessed wrong."""
-    model, ids = MODELS[name], prompt(20).repeat(1, 2)
+    model = MODELS[name]
+    ids = prompt(20).repeat(1, 2)
     got = model.generate(ids, past_key_values=SequenceCache(model), **GREEDY, **mode)
     assert torch.equal(got, model.generate(ids, **GREEDY))
 
@@ -119,7 +121,7 @@ def test_compact_frees_forgotten_tokens():
     assert cache.nbytes < filled(LLAMA, 280).nbytes
 
 
-def test_plain_call_has_the_positions_of_the_cache_and_a_copy_of_the_model_is_refused():
+def test_plain_call_has_positions_of_cache_and_copy_of_model_is_refused():
     cache = filled(LLAMA)
     cache.remove(0, 2, 5)
     with pytest.raises(ConfigError, match="not a copy"):
@@ -140,7 +142,7 @@ def test_hook_goes_with_its_cache():
 
 
 @pytest.mark.parametrize("kv_bits", [None, 8])
-def test_forward_that_fails_leaves_the_cache_as_it_was(kv_bits, untouched):
+def test_forward_that_fails_leaves_cache_as_it_was(kv_bits, untouched):
     cache = filled(LLAMA, 150, kv_bits=kv_bits)
     before = {name: part.clone() for name, part in cache.state().items()}
     with untouched(LLAMA), failing(LLAMA.model.layers[2].mlp), pytest.raises(ZeroDivisionError):
@@ -161,7 +163,7 @@ def lengthening(kind):
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_frequencies_that_depend_on_the_length_stay_those_below_it(kind):
+def test_frequencies_that_depend_on_length_stay_those_below_it(kind):
     model = lengthening(kind)
     with torch.no_grad():
         model(prompt(140), use_cache=False)  # a longer prompt before leaves its frequencies in the module
@@ -191,7 +193,7 @@ def test_other_frequencies_are_refused(kind):
 
 
 @torch.no_grad()
-def test_shift_drops_half_and_goes_on_as_a_cache_moved_by_hand():
+def test_shift_drops_half_and_goes_on_as_cache_moved_by_hand():
     cache = ShiftCache(LLAMA, window_tokens=40, keep_tokens=4)
     fed(cache, prompt(40))
     expected = LLAMA(prompt(2, 5), past_key_values=shifted_by_hand(LLAMA, prompt(40), 4, 22)).logits
@@ -201,7 +203,7 @@ def test_shift_drops_half_and_goes_on_as_a_cache_moved_by_hand():
 
 
 @pytest.mark.parametrize("new_tokens", [96, pytest.param(640, marks=pytest.mark.slow)])
-def test_generation_past_the_window_takes_bounded_memory(new_tokens):
+def test_generation_past_window_takes_bounded_memory(new_tokens):
     cache = ShiftCache(LLAMA, window_tokens=32, keep_tokens=4)
     output = LLAMA.generate(
         prompt(10), past_key_values=cache, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=True
@@ -213,7 +215,7 @@ def test_generation_past_the_window_takes_bounded_memory(new_tokens):
     assert cache.tokens()[4:] == output[0, -len(cache.tokens()) + 3 : -1].tolist()
 
 
-def test_prompt_longer_than_the_window_is_read_in_parts():
+def test_prompt_longer_than_window_is_read_in_parts():
     cache = ShiftCache(LLAMA, window_tokens=32)
     with pytest.raises(PromptError, match="prefill_chunk_size"):
         LLAMA.generate(prompt(100), past_key_values=cache, max_new_tokens=4)
@@ -223,7 +225,7 @@ def test_prompt_longer_than_the_window_is_read_in_parts():
     assert cache.tokens()[:4] == prompt(100)[0, :4].tolist()
 
 
-def test_window_is_kept_by_each_sequence_of_a_batch():
+def test_window_is_kept_by_each_sequence_of_batch():
     cache = ShiftCache(LLAMA, window_tokens=32, keep_tokens=4)
     cache.use(0, 1)
     ids = prompt(20, rows=2)
@@ -244,7 +246,7 @@ def test_window_without_room_is_refused(window, keep):
 
 
 @pytest.mark.parametrize(("name", "attention"), BATCHES)
-def test_batch_over_a_shared_prefix_gives_the_logits_of_stock_caches(name, attention):
+def test_batch_over_shared_prefix_gives_logits_of_stock_caches(name, attention):
     cache = filled(tiny_model(name, attn_implementation=attention))
     numbers = cache.fork(3)
     cache.remove(numbers[1], 20)
@@ -298,8 +300,9 @@ def test_beam_search_over_shared_cells_is_beam_search():
     assert torch.equal(got, LLAMA.generate(ids, num_beams=4, **GREEDY))
 
 
-def test_samples_of_a_prompt_hold_it_once():
-    one, cache = filled(LLAMA, 300), filled(LLAMA, 300)
+def test_samples_of_prompt_hold_it_once():
+    one = filled(LLAMA, 300)
+    cache = filled(LLAMA, 300)
     cache.fork(8)
     inputs = cache.inputs(prompt(2, 1)[0])
     LLAMA.generate(**inputs, past_key_values=cache, num_return_sequences=8, do_sample=True, max_new_tokens=12)
@@ -329,8 +332,9 @@ def test_use_among_others_copies_nothing_but_where_most_would_be_hidden():
     assert cache.layers[0].keys.shape[2] == 11
 
 
-def test_closest_names_the_sequence_with_the_longest_prefix_in_common():
-    cache, ids = filled(LLAMA), prompt(24)[0].tolist()
+def test_closest_names_sequence_with_longest_prefix_in_common():
+    cache = filled(LLAMA)
+    ids = prompt(24)[0].tolist()
     assert SequenceCache(LLAMA).closest(ids) == (0, 0)
     cache.copy(0, 1, 0, 9)
     cache.copy(0, 2, 0, 15)
@@ -377,7 +381,7 @@ def test_wrong_batches_are_refused_by_name():
         ("llama", "flex_attention", r"'flex_attention'.*eager, sdpa"),
     ],
 )
-def test_models_without_masks_for_a_batch_are_refused_by_name(name, attention, says):
+def test_models_without_masks_for_batch_are_refused_by_name(name, attention, says):
     model = tiny_model(name)
     cache = filled(model)
     model.set_attn_implementation(attention)

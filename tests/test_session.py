@@ -45,7 +45,8 @@ def same(one, other):
 
 def check_refused(cache, path, changes):
     """A cache refuses a file with each of some changes, and stays as it is."""
-    content, before = path.read_bytes(), bits_of(cache)
+    content = path.read_bytes()
+    before = bits_of(cache)
     assert forged(KIND, *taken_apart(content)) == content
     for name, change in changes.items():
         about, state = taken_apart(content)
@@ -57,7 +58,7 @@ def check_refused(cache, path, changes):
 
 
 @pytest.mark.parametrize("kv_bits", [None, 8, 4])
-def test_round_trip_is_bit_exact_and_goes_on_the_same(tmp_path, tokenizer, kv_bits):
+def test_round_trip_is_bit_exact_and_goes_on_same(tmp_path, tokenizer, kv_bits):
     cache = conversation(tokens=80, kv_bits=kv_bits)
     again = SequenceCache(MODEL, kv_bits=kv_bits)
     size = save_session(cache, tmp_path / "chat", tokenizer)
@@ -69,7 +70,7 @@ def test_round_trip_is_bit_exact_and_goes_on_the_same(tmp_path, tokenizer, kv_bi
     assert torch.equal(fed(again, prompt(5, 2)), fed(cache, prompt(5, 2)))
 
 
-def test_empty_cache_is_a_session_too(tmp_path):
+def test_empty_cache_is_session_too(tmp_path):
     save_session(SequenceCache(MODEL), tmp_path / "empty")
     cache = conversation()
     load_session(cache, tmp_path / "empty")
@@ -130,8 +131,9 @@ CRAFTED = {
 }
 
 
-def test_crafted_session_is_refused_and_leaves_the_cache_alone(tmp_path):
-    path, cache = tmp_path / "chat", conversation(tokens=12)
+def test_crafted_session_is_refused_and_leaves_cache_alone(tmp_path):
+    path = tmp_path / "chat"
+    cache = conversation(tokens=12)
     save_session(conversation(), path)
     check_refused(cache, path, CRAFTED)
     for header in (b"{", b"[]", b"5", b"[" * 100_000, b'{"__metadata__":5}', b"\xff", b"{}"):
@@ -141,13 +143,15 @@ def test_crafted_session_is_refused_and_leaves_the_cache_alone(tmp_path):
 
 
 def test_one_sequence_is_saved_and_loaded_beside_others(tmp_path):
-    cache, other = conversation(), filled(MODEL, 20)
+    cache = conversation()
+    other = filled(MODEL, 20)
     cache.use(3)
     fed(cache, prompt(4, 2))
     size = save_session(cache, tmp_path / "three", sequence=3)
     assert size < save_session(cache, tmp_path / "all")
     load_session(other, tmp_path / "three", sequence=7)
-    assert (other.tokens(7), other.positions(7)) == (cache.tokens(3), cache.positions(3))
+    assert other.tokens(7) == cache.tokens(3)
+    assert other.positions(7) == cache.positions(3)
     assert other.tokens(0) == prompt(20)[0].tolist()
     other.use(7)
     assert torch.allclose(fed(cache, prompt(2, 5)), fed(other, prompt(2, 5)), atol=1e-5)

@@ -97,7 +97,7 @@ def test_contexts_that_grow_and_shrink_between_sessions_are_read_again(model, tm
     torch.testing.assert_close(texts[1][1], texts[0][1], rtol=0, atol=5e-6)
 
 
-def test_away_blocks_read_again_what_changed_below_the_tail(tmp_path):
+def test_away_blocks_read_again_what_changed_below_tail(tmp_path):
     held = KVMemory([0], BlendConfig(kv_device_map="disk", offload_folder=tmp_path))
     layer = OffloadedLayer(held, 0)
     config = SparseConfig(block_tokens=8, min_tokens=0)

@@ -149,14 +149,14 @@ def test_every_public_method_is_judged():
 
 
 @pytest.mark.parametrize("name", [name for name, *_ in DIFFERENCES])
-def test_what_is_listed_as_a_difference_is_one(name):
+def test_what_is_listed_as_difference_is_one(name):
     for given in (given for (method, *_), given in DIFFERENCES.items() if method == name):
         assert given != {state: [call(made("stock", state)) for call in CALLS[name]] for state in given}
 
 
 @pytest.mark.parametrize("state", ["empty", "filled"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_method_gives_what_stock_gives_or_differs_as_the_docs_say(kind, state):
+def test_each_method_gives_what_stock_gives_or_differs_as_docs_say(kind, state):
     differing = {name: given[state] for (name, *kinds), given in DIFFERENCES.items() if kind in kinds}
     wrong = []
     present = {name for name in CALLS if name.startswith("__") or hasattr(Cache, name)}
@@ -185,7 +185,7 @@ def test_each_method_gives_what_stock_gives_or_differs_as_the_docs_say(kind, sta
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_number_of_tokens_to_keep_is_refused_by_crop_as_by_stock(kind):
+def test_number_of_tokens_to_keep_is_refused_by_crop_as_by_stock(kind):
     own = made(kind, "filled")
     with pytest.raises(ValueError, match=rf"crop\(7\).*negative number.*crop\(-{HELD - 7}\)"):
         own.crop(7)
@@ -193,7 +193,7 @@ def test_a_number_of_tokens_to_keep_is_refused_by_crop_as_by_stock(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_after_a_reset_another_prompt_is_answered_as_by_a_new_cache(kind):
+def test_after_reset_another_prompt_is_answered_as_by_new_cache(kind):
     used = made(kind, "filled")
     used.reset()
     asked = prompt(9, 5)

@@ -22,7 +22,7 @@ from tests.asking import looking_ahead, raising
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-def test_the_promised_families_pass_with_room(family, dtype, tiny_model):
+def test_promised_families_pass_with_room(family, dtype, tiny_model):
     model = tiny_model(family).to(dtype)
     result = ratio_1(CheckedModel(model, trial_cache))
     assert result.error < result.tolerance / 2
@@ -30,20 +30,20 @@ def test_the_promised_families_pass_with_room(family, dtype, tiny_model):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_whose_blend_is_off_is_refused_with_the_way_out(dtype, tiny_model, monkeypatch):
+def test_model_whose_blend_is_off_is_refused_with_way_out(dtype, tiny_model, monkeypatch):
     monkeypatch.setattr(arguments, "row_lines", looking_ahead)
     name = str(dtype).removeprefix("torch.")
     with pytest.raises(UnsupportedModelError, match=f"off by .* in {name}, where .*allow_unverified=True"):
         ensure_trusted(tiny_model().to(dtype), trial_cache)
 
 
-def test_a_self_test_that_breaks_is_a_refusal_and_says_how(tiny_model, monkeypatch):
+def test_self_test_that_breaks_is_refusal_and_says_how(tiny_model, monkeypatch):
     monkeypatch.setattr(arguments, "row_lines", raising(RuntimeError("the shapes 3 and 4 do not match")))
     with pytest.raises(UnsupportedModelError, match="ended in RuntimeError: the shapes 3 and 4 do not match"):
         ensure_trusted(tiny_model(), trial_cache)
 
 
-def test_the_user_may_overrule_it_and_is_warned_once(tiny_model, monkeypatch, caplog):
+def test_user_may_overrule_it_and_is_warned_once(tiny_model, monkeypatch, caplog):
     monkeypatch.setattr(arguments, "row_lines", looking_ahead)
     model = tiny_model()
     with caplog.at_level(logging.WARNING, "hf_blend"):
@@ -55,14 +55,15 @@ def test_the_user_may_overrule_it_and_is_warned_once(tiny_model, monkeypatch, ca
         BlendCache(model, ChunkStore.open("memory://"))
 
 
-def test_without_a_style_there_is_nothing_to_blend_with_so_nothing_overrules_it(tiny_model):
+def test_without_style_there_is_nothing_to_blend_with_so_nothing_overrules_it(tiny_model):
     model = tiny_model("gpt2", num_key_value_heads=4)
     with pytest.raises(UnsupportedModelError, match=r"layer 0 of GPT2LMHeadModel cannot be moved.*full prefill"):
         ensure_trusted(model, trial_cache, allow_unverified=True)
 
 
-def test_a_model_is_tested_once_and_again_with_another_attention(tiny_model, monkeypatch):
-    model, calls = tiny_model(), []
+def test_model_is_tested_once_and_again_with_another_attention(tiny_model, monkeypatch):
+    model = tiny_model()
+    calls = []
     instead = replace(CHECKS["ratio_1"], measure=lambda subject: calls.append(1) or ratio_1(subject))
     monkeypatch.setitem(CHECKS, "ratio_1", instead)
     for _ in range(3):
@@ -73,7 +74,7 @@ def test_a_model_is_tested_once_and_again_with_another_attention(tiny_model, mon
     assert len(calls) == 2
 
 
-def test_the_self_test_leaves_the_model_as_it_was_in_training_too(tiny_model, untouched):
+def test_self_test_leaves_model_as_it_was_in_training_too(tiny_model, untouched):
     model = tiny_model()
     model.train()
     model.lm_head.eval()
@@ -84,12 +85,13 @@ def test_the_self_test_leaves_the_model_as_it_was_in_training_too(tiny_model, un
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_projections_that_quantise_a_whole_call_by_one_scale_are_named(seed, tiny_model):
+def test_projections_that_quantise_whole_call_by_one_scale_are_named(seed, tiny_model):
     """Whether the error of such a model shows in the tests that follow depends on which token is the largest."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = torch.ao.quantization.quantize_dynamic(build("llama", seed=seed), {torch.nn.Linear})
-    store, said = ChunkStore.open("memory://"), r"self_attn\.q_proj \(torch\.ao\..*Linear\) quantises .* by one scale"
+    store = ChunkStore.open("memory://")
+    said = r"self_attn\.q_proj \(torch\.ao\..*Linear\) quantises .* by one scale"
     with pytest.raises(UnsupportedModelError, match=said):
         BlendCache(model, store)
     for dtype in (torch.float32, torch.bfloat16):

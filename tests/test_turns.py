@@ -55,7 +55,9 @@ class Chat:
     """Messages, and the cache of what was said; the model is made to say an answer, or free."""
 
     def __init__(self, model, tokenizer, template="chatml", **settings):
-        self.model, self.tokenizer, self.template = model, tokenizer, template
+        self.model = model
+        self.tokenizer = tokenizer
+        self.template = template
         self.cache = BlendCache(model, memory(), **{"recompute_ratio": 1.0, "allow_unverified": True} | settings)
         self.messages = [] if template == "gemma" else [SYSTEM]
         self.output = None  # ids of the last prompt and its answer
@@ -121,9 +123,10 @@ def test_turn_blends_documents_behind_earlier_turns(template):
     chat.ask("Is it so?")
 
 
-def test_half_of_a_surrogate_pair_is_refused_by_name():
+def test_half_of_surrogate_pair_is_refused_by_name():
     model, tokenizer = small()
-    half, cache = "Who\ud83d?", BlendCache(model, memory())
+    half = "Who\ud83d?"
+    cache = BlendCache(model, memory())
     pieces = {"chunks": ["a", "b"], "question": "c"}
     calls = {
         "message": lambda: cache.inputs_from_messages(tokenizer, [{"role": "user", "content": half}]),
@@ -145,7 +148,7 @@ WINDOWS = [("chatml", "llama"), ("qwen3", "llama"), ("system_last", "qwen3_next"
 
 
 @pytest.mark.parametrize("expected", [True, False])
-def test_prompt_that_never_came_counts_as_no_part_of_the_cache(expected):
+def test_prompt_that_never_came_counts_as_no_part_of_cache(expected):
     """The next turn is built but not passed: the first prompt is continued otherwise, from its last token on."""
     model, tokenizer = small()
     cache = BlendCache(model, memory(), allow_unverified=True, recompute_ratio=1.0)

@@ -44,7 +44,7 @@ def test_serve_refuses_options(text, run, here):
     assert text in " ".join(said.replace("│", " ").split())
 
 
-def test_serve_refuses_a_port_that_is_taken(run, here):
+def test_serve_refuses_port_that_is_taken(run, here):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         code, _, said = run("serve", "--model", "no-such-model", "--port", port)
@@ -65,7 +65,9 @@ def test_read_tenants_keeps_keys_out_of_logs(tmp_path):
     path = tmp_path / "tenants.json"
     path.write_text(json.dumps({"tenants": [{**GOOD, "secret": "ab" * 32}]}))
     (tenant,) = read_tenants(path)
-    assert (tenant.name, tenant.api_key, tenant.secret) == ("search", KEY, b"\xab" * 32)
+    assert tenant.name == "search"
+    assert tenant.api_key == KEY
+    assert tenant.secret == b"\xab" * 32
     assert repr(tenant) == "Tenant('search')"
 
 

@@ -20,7 +20,8 @@ import pytest
 pytest.importorskip("hf_blend.serving.app", reason="pip install hf-blend[serve]")
 
 MOST_BYTES = 300e6
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
 MESSAGE = {"role": "user", "content": "Where?"}
 LETTERS = "x" * 1_000_000
 DEEP = "[" * 200_000
@@ -147,7 +148,8 @@ def test_hostile_requests_break_nothing(process, count):
     asked = {"messages": [MESSAGE], "max_tokens": 4, "temperature": 0, "documents": ["The light is at Tarn Hut."]}
     expected = httpx.post(url + CHAT, json=asked, timeout=60).json()["choices"]
     memory = psutil.Process(server.pid).memory_info
-    before, highest = memory().rss, [0]
+    before = memory().rss
+    highest = [0]
     is_over = threading.Event()
 
     def watch():

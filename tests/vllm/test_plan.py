@@ -107,7 +107,7 @@ def rendered(tokenizer, messages):
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
 
-def test_request_fields_name_documents_in_the_prompt_that_vllm_renders(tokenizer):
+def test_request_fields_name_documents_in_prompt_that_vllm_renders(tokenizer):
     salts = set()
     for texts in (TEXTS, TEXTS[::-1]):
         fields = request_fields(tokenizer, ASKED, [*texts, ""], BlendConfig())
@@ -133,12 +133,12 @@ def test_request_fields_without_documents_change_nothing(tokenizer):
     assert request_fields(tokenizer, ASKED, (), BlendConfig()) == {"messages": ASKED}
 
 
-def test_request_fields_refuse_documents_without_a_question(tokenizer):
+def test_request_fields_refuse_documents_without_question(tokenizer):
     with pytest.raises(PromptError, match="expected one of the role user"):
         request_fields(tokenizer, [{"role": "assistant", "content": "It is"}], TEXTS, BlendConfig())
 
 
-def test_request_fields_are_what_the_client_of_openai_sends(tokenizer):
+def test_request_fields_are_what_client_of_openai_sends(tokenizer):
     openai = pytest.importorskip("openai")
     httpx = pytest.importorskip("httpx")
     sent = []
