@@ -162,7 +162,9 @@ def test_seed_temperature_and_stop(serve, chatting):
         answer = server.chat(QUESTION, max_tokens=30, stop=[stop, "no such text"])
         assert text_of(answer) == whole[: whole.index(stop)]
         assert answer.json()["choices"][0]["finish_reason"] == "stop"
-        assert server.chat(QUESTION).json()["choices"][0]["finish_reason"] == "length"
+        begun = server.chat(QUESTION, max_tokens=30, stop=f"{whole[-3:]} and no more")
+        assert text_of(begun) == whole, "what may have begun a stop text is not lost"
+        assert begun.json()["choices"][0]["finish_reason"] == "length"
 
 
 def test_assistant_message_is_continued(serve, chatting):
