@@ -218,9 +218,9 @@ def test_heads_in_any_order_are_those_heads_behind_a_fault_too():
     content = bytearray(in_blocks(chunk, range(19, -1, -1)))
     content[-1] ^= 1  # the values of the last head of layer 1
     layers = PartialLayers(BlockReader(BytesSource(bytes(content)), chunk.key), lambda *_: chunk)
-    for heads in ([2, 0, 1], [1, 1], [], range(3), [0, 2]):
+    for heads in ([2, 0, 1], [1, 1], range(3), [0, 2]):
         for layer, part in ((0, 0), (1, 1)):
-            for blocks in ([0, 2], [], range(3)):
+            for blocks in ([0, 2], [1], range(3)):
                 tokens = range(20) if len(blocks) == 3 else layers.reader.tokens_of(blocks).tolist()
                 expected = chunk.layers[layer][part][list(heads)][:, list(tokens)]
                 assert torch.equal(layers.read(layer, part, heads, blocks), expected)

@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -159,30 +158,18 @@ class BlockReader(EntryReader):
         positions = (starts[:, None] + torch.arange(self.block_tokens)).view(-1)
         return positions[positions < len(self.order)]  # the last block may be shorter
 
-    def empty(self, which: int) -> Tensor:
-        """`[kv_heads, tokens, width]` for the keys (0) or values (1) of a layer, contents undefined."""
-        return torch.empty(self.heads, len(self.order), self.widths[which], dtype=self.dtype)
-
-    def expect(self, layer: int, which: int, heads: Sequence[int], blocks: Sequence[int]) -> None:
-        """Have a device begin with what will be read soon; only sources that are files do."""
-        tell = getattr(self._file.source, "expect", None)
-        if tell is None:
-            return
-        for start, nbytes in self._runs(which, blocks):
-            for head in heads:
-                tell(self._base(layer, which, head) + start, nbytes)
-
     def read_blocks(self, layer: int, which: int, heads: Sequence[int], blocks: Sequence[int]) -> Tensor:
         """Read some blocks, increasing, of some heads: `[heads, tokens of the blocks, width]`, keys as stored.
 
         Raises EntryFault: truncated; digest, a block is not what was stored.
         """
-        runs, sizes = self._runs(which, blocks), self._sizes(which, blocks)
+        sizes = self._sizes(which, blocks)
         buffer = torch.empty(len(heads), sum(sizes), dtype=torch.uint8)
         for head, line in zip(heads, buffer, strict=True):
-            base, view, filled = self._base(layer, which, head), memoryview(line.numpy()), 0
-            for start, nbytes in runs:
-                self._file.source.read_into(base + start, view[filled : filled + nbytes])
+            view = memoryview(line.numpy())
+            filled = 0
+            for start, nbytes in self._runs(which, blocks):
+                self._file.source.read_into(self._base(layer, which, head) + start, view[filled : filled + nbytes])
                 filled += nbytes
             self._check(layer, which, head, blocks, sizes, view)
         self.loaded_bytes += buffer.nbytes
@@ -192,11 +179,13 @@ class BlockReader(EntryReader):
         self, layer: int, which: int, head: int, blocks: Sequence[int], sizes: Sequence[int], view: memoryview
     ) -> None:
         """Compare the blocks of one head with their digests."""
-        first, count = ((layer * 2 + which) * self.heads + head) * self.blocks, len(self.layer_table) * 2 * self.heads
-        width, start = len(self.block_digests) // (count * self.blocks), 0
+        first = ((layer * 2 + which) * self.heads + head) * self.blocks
+        digests = len(self.layer_table) * 2 * self.heads * self.blocks
+        width = len(self.block_digests) // digests
+        start = 0
         for block, size in zip(blocks, sizes, strict=True):
-            at = (first + block) * width
-            if digest_of(view[start : start + size]) != self.block_digests[at : at + width]:
+            expected = self.block_digests[(first + block) * width : (first + block + 1) * width]
+            if digest_of(view[start : start + size]) != expected:
                 raise EntryFault("digest", f"block {block} of layer {layer}, head {head} is not what was stored")
             start += size
 
@@ -208,11 +197,20 @@ class BlockReader(EntryReader):
     def _sizes(self, which: int, blocks: Sequence[int]) -> list[int]:
         """Bytes of some blocks of a head."""
         token_bytes = self.widths[which] * self.dtype.itemsize
-        return [min(self.block_tokens, len(self.order) - block * self.block_tokens) * token_bytes for block in blocks]
+        sizes = []
+        for block in blocks:
+            tokens = min(self.block_tokens, len(self.order) - block * self.block_tokens)  # the last may be shorter
+            sizes.append(tokens * token_bytes)
+        return sizes
 
     def _runs(self, which: int, blocks: Sequence[int]) -> list[tuple[int, int]]:
         """Where each run of neighbours begins behind the base of a head, and its bytes."""
-        cuts = [cut for cut in range(1, len(blocks)) if blocks[cut] != blocks[cut - 1] + 1]
-        sizes, step = self._sizes(which, blocks), self.block_tokens * self.widths[which] * self.dtype.itemsize
-        ends = [0, *cuts, len(blocks)] if blocks else []
-        return [(blocks[first] * step, sum(sizes[first:last])) for first, last in pairwise(ends)]
+        step = self.block_tokens * self.widths[which] * self.dtype.itemsize
+        runs: list[tuple[int, int]] = []
+        for block, size in zip(blocks, self._sizes(which, blocks), strict=True):
+            start = block * step
+            if runs and sum(runs[-1]) == start:
+                start, before = runs.pop()
+                size += before
+            runs.append((start, size))
+        return runs

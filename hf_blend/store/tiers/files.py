@@ -36,13 +36,6 @@ class FileSource:
             start += count
             target = target[count:]
 
-    def expect(self, start: int, nbytes: int) -> None:
-        """Say what will be read soon, so that the device begins; from now on nothing else is read ahead."""
-        if hasattr(os, "posix_fadvise"):
-            with contextlib.suppress(OSError):
-                os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_RANDOM)
-                os.posix_fadvise(self._handle, start, nbytes, os.POSIX_FADV_WILLNEED)
-
     def close(self) -> None:
         """Close the file; closing twice is allowed, and nothing that was read depends on it."""
         handle = self._handle
