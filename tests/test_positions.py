@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_blend.prefill.positions import Run, find_runs
+from hf_blend.prefill.positions import PositionRun, find_runs
 from tests.asking import apart, memory, prepared
 from tests.conftest import shared_zoo_model, slow_but
 
@@ -206,6 +206,6 @@ def test_find_runs_finds_first_token_of_each_run_over_borders_of_parts():
     assert new.starts.tolist() == [0, 0, 10, 10]
     assert run.start == 10
     assert run.last.tolist() == [11, 14]
-    new, _ = find_runs(np.stack((columns + 4, columns + 4)), 4, 4, Run(0, np.array([3, 3])))
+    new, _ = find_runs(np.stack((columns + 4, columns + 4)), 4, 4, PositionRun(0, np.array([3, 3])))
     assert new.starts.tolist() == [0] * 4
     assert not new.is_moved

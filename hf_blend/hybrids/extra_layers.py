@@ -47,7 +47,7 @@ class MixerKind(LayerKind):
             computed = self.computed() if index == 0 else None
             if computed is not None:  # before any convolution: they depend on the token alone
                 prefill.check_stored(computed[:1])
-            prefill.reach("projections")
+            prefill.stop_when_ready("projections")
 
         cache = next(value for value in call.arguments.values() if hasattr(value, "update_conv_state"))
         mixer, rows = prefill.context.extras[index], ActiveRows(None, prefill.width)

@@ -32,7 +32,7 @@ from .plan import PlacedChunk
 from .probe import ProbePass
 from .report import Work
 from .rows import Rows
-from .selection import Selection
+from .selection import TokenSelection
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Prefill(LayerPass):
         """Decide what each layer does."""
         super().__init__(context, context.layers, context.loader or context.realigner)
         plan = context.plan
-        self._selection = Selection(context, self._with_keys)
+        self._selection = TokenSelection(context, self._with_keys)
         # by what tokens are selected before layer 0 (None: all are computed there), and at which check layers
         self._first_ratio, self._ratios = self._selection.schedule(self._with_states)
         self._last_check = max(self._ratios, default=-1)
@@ -108,7 +108,7 @@ class Prefill(LayerPass):
         if index == 0 and self._kind.compares_keys:
             self.check_stored(states)
         if self._capture is None:
-            self.reach("keys")
+            self.stop_when_ready("keys")
         layer = self._layers[index]
         return layer.keys, layer.values
 

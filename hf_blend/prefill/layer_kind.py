@@ -42,7 +42,7 @@ class RunningPrefill(Protocol):
     def check_stored(self, computed: Sequence[Tensor]) -> None:
         """Refuse chunks whose stored states at layer 0 are not what this model computes for these tokens here."""
 
-    def reach(self, name: str) -> None:
+    def stop_when_ready(self, name: str) -> None:
         """Stop a look into a layer when the last of the states that it waits for has come."""
 
 
@@ -54,7 +54,8 @@ class LayerKind:
     has_states = True  # False: it keeps nothing at all
     attends = True  # False: it has no attention
     compares_keys = True  # False: at layer 0 it checks what is stored by something else
-    parts: frozenset[str] = frozenset({"keys"})  # known when a look into the layer ends: see `RunningPrefill.reach`
+    # known when a look into the layer ends, see `RunningPrefill.stop_when_ready`
+    parts: frozenset[str] = frozenset({"keys"})
 
     def __init_subclass__(cls) -> None:
         """Find out whether a prefill has anything to call."""

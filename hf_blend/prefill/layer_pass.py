@@ -97,7 +97,7 @@ class LayerPass:
     def update_indexer(self, index: int, keys: Tensor) -> Tensor:
         """Take an indexer's keys of the rows, `[batch, rows, width]`, and give back those of all tokens."""
         all_keys: Tensor = self._kind.update_indexer(self, index, keys, self._rows)  # type: ignore[attr-defined]
-        self.reach("indexer")
+        self.stop_when_ready("indexer")
         return all_keys
 
     def remove_hooks(self) -> None:
@@ -123,7 +123,7 @@ class LayerPass:
         """The layer of the cache to which a layer of the model writes."""
         return self._layers[index]
 
-    def reach(self, name: str) -> None:
+    def stop_when_ready(self, name: str) -> None:
         """Stop a look into a layer when the last of the states that it waits for has come."""
         if self._awaited is not None:
             self._awaited.discard(name)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 
-class Run(NamedTuple):
+class PositionRun(NamedTuple):
     """The last tokens of a prompt that came, as far back as each is one position behind the one before it."""
 
     start: int  # the number of the first of them in the prompt
@@ -47,21 +47,29 @@ def copy_to_host(
     positions `[batch, 1 + axes, tokens]`, mask.
     """
     rows, width = ids.shape
-    axes = None if position_ids is None else position_ids.reshape(-1, *position_ids.shape[-2:]).expand(-1, rows, -1)
-    arrays = [ids, None if axes is None else axes.transpose(0, 1).flatten(1), mask]
-    tensors = [array for array in arrays if array is not None]
-    dtype = torch.float64 if any(tensor.is_floating_point() for tensor in tensors) else torch.int64
-    joined = np.asarray(torch.cat([tensor.to(ids.device, dtype) for tensor in tensors], dim=1).cpu())
-    ends = np.cumsum([0 if array is None else array.shape[1] for array in arrays])
+    parts = [ids]
+    if position_ids is not None:
+        axes = position_ids.reshape(-1, *position_ids.shape[-2:]).expand(-1, rows, -1)
+        parts.append(axes.transpose(0, 1).flatten(1))
+    if mask is not None:
+        parts.append(mask)
+    is_float = any(part.is_floating_point() for part in parts)
+    dtype = torch.float64 if is_float else torch.int64
+    joined = torch.cat([part.to(ids.device, dtype) for part in parts], dim=1)
+    widths = [part.shape[1] for part in parts]
+    copied = [part.numpy() for part in joined.cpu().split(widths, dim=1)]
+    new_ids = copied.pop(0).astype(np.int64)
     columns = np.broadcast_to(np.arange(past, past + width), (rows, 1, width))
-    positions = columns if axes is None else joined[:, width : ends[1]].reshape(rows, -1, width)
-    columns_and_positions = np.concatenate((columns, positions), axis=1)
-    return joined[:, :width].astype(np.int64), columns_and_positions, None if mask is None else joined[:, ends[1] :]
+    positions = columns
+    if position_ids is not None:
+        positions = copied.pop(0).reshape(rows, -1, width)
+    everywhere = np.concatenate((columns, positions), axis=1)
+    return new_ids, everywhere, copied[0] if copied else None
 
 
 def find_runs(
-    columns_and_positions: np.ndarray, before: int, past: int, run: Run | None = None
-) -> tuple[TokenPositions, Run]:
+    columns_and_positions: np.ndarray, before: int, past: int, run: PositionRun | None = None
+) -> tuple[TokenPositions, PositionRun]:
     """Find the runs of new tokens that are one column and one position apart; returns them, and the last run.
 
     `before` tokens of the prompt are in the last of the `past` cached columns. `run` is the last run of these; None:
@@ -71,11 +79,16 @@ def find_runs(
     """
     axes, count = columns_and_positions.shape
     numbers = before + np.arange(count)
-    start, last = run or Run(0, np.array([past - 1, before - 1]))
+    start = 0
+    last = np.array([past - 1, before - 1])
+    if run is not None:
+        start, last = run
     if len(last) != axes:
         last = np.concatenate((last[:1], last[1:2].repeat(axes - 1)))
-    breaks = (np.diff(columns_and_positions, axis=1, prepend=last[:, None]) != 1).any(axis=0)
-    starts = np.maximum.accumulate(np.where(breaks, numbers, start))
-    is_moved = bool(count and (columns_and_positions[:, 0] != before).any())
-    new = TokenPositions(starts, is_moved)
-    return new, Run(int(starts[-1]), columns_and_positions[:, -1]) if count else Run(start, last)
+    if not count:
+        return TokenPositions(numbers, False), PositionRun(start, last)
+    steps = np.diff(columns_and_positions, axis=1, prepend=last[:, None])
+    is_break = (steps != 1).any(axis=0)
+    starts = np.maximum.accumulate(np.where(is_break, numbers, start))
+    is_moved = bool((columns_and_positions[:, 0] != before).any())
+    return TokenPositions(starts, is_moved), PositionRun(int(starts[-1]), columns_and_positions[:, -1])

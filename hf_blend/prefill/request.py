@@ -14,7 +14,7 @@ from ..model.anatomy import PER_TOKEN, text_config
 from ..model.modality import other_inputs
 from ..prompt.pieces import PromptBatch
 from .plan import PromptRow
-from .positions import Run, copy_to_host, find_runs, is_readable
+from .positions import PositionRun, copy_to_host, find_runs, is_readable
 
 ADAPTERS = ("adapter_names", "alora_offsets")  # of PEFT, which puts hooks into the model for one call
 PADDED_INSIDE = "padding stands behind or between the tokens of a prompt. Pad on the left: padding_side='left'."
@@ -107,7 +107,7 @@ class PendingPrompt:
     batch: PromptBatch | None = None  # None: no prompt is expected
     cached: int = 0  # tokens that were in the cache when they were built, and are no part of them
     is_begun: bool = False  # some of their tokens have come, and more will
-    runs: Sequence[Run] = ()  # for each row, the last of its tokens that came
+    runs: Sequence[PositionRun] = ()  # for each row, the last of its tokens that came
     is_other: bool = False  # the last forward brought another prompt than the expected one, which is dropped
     tokenizer: str = ""  # digest of the one that made the prompts
     notice: str = ""  # for their report

@@ -32,18 +32,19 @@ class Rows:
     ) -> tuple["Rows", Tensor]:
         """Keep the selected columns, `[batch, columns]` → `[batch, kept]`; if alike, each entry keeps those of all."""
         if is_alike:
-            selected, counts = selected.any(dim=0, keepdim=True).repeat(selected.shape[0], 1), None
-        lengths = tuple(selected.sum(dim=1).tolist()) if counts is None else tuple(counts)
+            selected = selected.any(dim=0, keepdim=True).repeat(selected.shape[0], 1)
+            counts = None
+        lengths = tuple(selected.sum(dim=1).tolist() if counts is None else counts)
         width, device = max(lengths), selected.device
+        # Stable, so that the selected columns come first and in order
         index = torch.argsort(selected.view(torch.uint8), dim=1, descending=True, stable=True)[:, :width]
-        repeated = None
-        if min(lengths) < width:
-            repeated = torch.zeros_like(index, dtype=torch.bool)
-            filler = torch.arange(width, device=device) >= torch.tensor(lengths, device=device)[:, None]
-            index = torch.where(filler, index[:, :1], index).sort(dim=1).values
-            # once sorted, a row that equals the row before it is a repetition
-            repeated[:, 1:] = index[:, 1:] == index[:, :-1]
-        return cls(index, repeated, lengths), index
+        if min(lengths) == width:
+            return cls(index, None, lengths), index
+        is_filler = torch.arange(width, device=device) >= torch.tensor(lengths, device=device)[:, None]
+        index = torch.where(is_filler, index[:, :1], index).sort(dim=1).values
+        is_repeated = torch.zeros_like(index, dtype=torch.bool)
+        is_repeated[:, 1:] = index[:, 1:] == index[:, :-1]  # sorted, a row that equals the one before it
+        return cls(index, is_repeated, lengths), index
 
     @classmethod
     def at(cls, numbers: list[list[int]], device: torch.device) -> "Rows":
@@ -114,12 +115,15 @@ class Rows:
 
 def highest(scores: Tensor, eligible: Tensor, counts: Sequence[int]) -> Tensor:
     """Mark the highest of the eligible scores of each batch entry, `[batch, places]`, the earlier of equal ones."""
+    marks = torch.zeros_like(eligible)
     if not any(counts):
-        return torch.zeros_like(eligible)
+        return marks
     lowest = torch.finfo(torch.float32).min  # above what is not eligible: that may never take the place of what is
-    scores = torch.where(eligible, scores.float().nan_to_num(nan=lowest, neginf=lowest), float("-inf"))
+    scores = scores.float().nan_to_num(nan=lowest, neginf=lowest)
+    scores = torch.where(eligible, scores, float("-inf"))
     order = torch.argsort(scores, dim=1, descending=True, stable=True)[:, : max(counts)]
     if min(counts) == max(counts):
-        return torch.zeros_like(eligible).scatter_(1, order, True) & eligible
-    ranked = torch.arange(max(counts), device=scores.device) < torch.tensor(counts, device=scores.device)[:, None]
-    return torch.zeros_like(eligible).scatter_(1, order, ranked) & eligible
+        return marks.scatter_(1, order, True) & eligible
+    ranks = torch.arange(max(counts), device=scores.device)
+    is_chosen = ranks < torch.tensor(counts, device=scores.device)[:, None]
+    return marks.scatter_(1, order, is_chosen) & eligible

@@ -16,7 +16,7 @@ from .rows import Rows, highest
 
 
 @dataclass
-class Selection:
+class TokenSelection:
     """Runs the selector of one forward."""
 
     context: PrefillContext
