@@ -14,6 +14,7 @@ from tiny_models import tiny_model
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention, eager_attention_forward
 
+from hf_blend import PromptError
 from hf_blend.cache import layers
 from hf_blend.cache.blend_cache import BlendCache
 from hf_blend.context import self_extend, sequence_cache, tables
@@ -266,6 +267,8 @@ def test_check_fails_when_what_it_claims_is_broken(rung, owner, attribute, inste
             ModelUnderTest(model)
             patch.setattr(owner, attribute, instead)
             outcome = tried(rung, family)
+    except PromptError:  # of a cache that takes the forward of another for its own
+        return
     finally:
         for module, (after_hooks, before_hooks) in before.items():
             module._forward_hooks.clear(), module._forward_pre_hooks.clear()
