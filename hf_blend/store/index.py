@@ -103,6 +103,8 @@ class ChunkIndex:
         self._ids_path = path and path.with_suffix(".ids")
         self._file_lock = lock
         self._lock = threading.RLock()
+        self._identity: tuple[int, int] | None = None  # of the file of rows that was read
+        self._read_bytes = 0
         self._clear()
 
     def __contains__(self, digest: str) -> bool:
@@ -166,12 +168,12 @@ class ChunkIndex:
                 self._append(new)
             except OSError as error:
                 logger.info("the index %s cannot be written now (%s)", self._rows_path, error)
-                self._add_in_memory(new)
+                self._append_in_memory(new)
 
     def _append(self, new: Sequence[Listed]) -> None:
         """Write rows behind the others."""
         if self._rows_path is None or self._ids_path is None:
-            self._add_in_memory(new)
+            self._append_in_memory(new)
             return
         self._rows_path.parent.mkdir(mode=0o700, exist_ok=True)
         with open(self._ids_path, "ab", opener=_private) as file:
@@ -184,7 +186,7 @@ class ChunkIndex:
             file.write(rows.tobytes())
         self.refresh()
 
-    def _add_in_memory(self, new: Sequence[Listed]) -> None:
+    def _append_in_memory(self, new: Sequence[Listed]) -> None:
         rows, ids = _rows_of(new, len(self._ids))
         rows["flags"] |= _IN_MEMORY
         self._ids += ids
@@ -337,7 +339,7 @@ class ChunkIndex:
 
     def _clear(self) -> None:
         """Forget what was read of the log."""
-        self._identity: tuple[int, int] | None = None
+        self._identity = None
         self._read_bytes = 0
         self._ids = bytearray()  # of a log in memory
         self._rows = np.empty(0, _ROW)

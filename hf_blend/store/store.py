@@ -133,8 +133,11 @@ class Store:
     @property
     def reads_importance(self) -> bool:
         """True where something depends on which tokens are important (`record_attention`, `record_importance`)."""
-        policies = [level.policy for level in (*self.memories, *self.capacities.values())]
-        return self.layer_reader.reads_importance or any(policy.reads_importance for policy in policies)
+        if self.layer_reader.reads_importance:
+            return True
+        policies = [memory.policy for memory in self.memories]
+        policies += [capacity.policy for capacity in self.capacities.values()]
+        return any(policy.reads_importance for policy in policies)
 
     # Reading
 
@@ -432,15 +435,14 @@ class Store:
             orphans), `skipped` by tier and reason: what listing passed over, `seconds` by stage and tier, `entries`,
             and `bytes` and `capacity_bytes` by tier; those of the disk are of every namespace.
         """
-        levels = [*self.memories, *self.capacities.values()]
-        named = [*(memory.name for memory in self.memories), *self.capacities]
-        return {
-            **{name: self.counts.group(name) for name in _COUNTED},
-            "seconds": {stage: seconds for stage in _TIMED if (seconds := self.counts.group(stage))},
-            "entries": len(self),
-            "bytes": {name: level.nbytes for name, level in zip(named, levels, strict=True)},
-            "capacity_bytes": {name: level.cap_bytes for name, level in zip(named, levels, strict=True)},
-        }
+        stats: dict[str, Any] = {name: self.counts.group(name) for name in _COUNTED}
+        stats["seconds"] = {stage: seconds for stage in _TIMED if (seconds := self.counts.group(stage))}
+        stats["entries"] = len(self)
+        levels: dict[str, MemoryCache | Capacity] = {memory.name: memory for memory in self.memories}
+        levels |= self.capacities
+        stats["bytes"] = {name: level.nbytes for name, level in levels.items()}
+        stats["capacity_bytes"] = {name: level.cap_bytes for name, level in levels.items()}
+        return stats
 
     def traffic(self) -> dict[str, tuple[int, float]]:
         """Give the bytes of K and V that were read since opening, and the seconds that took, by tier."""

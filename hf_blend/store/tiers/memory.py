@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Objects as bytes in the memory of this process: for tests, and as the simplest tier there is."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -54,6 +55,6 @@ class MemoryTier(Tier):
         if entry := self.objects.get(name):
             entry.stat = entry.stat._replace(score=score)
 
-    def lock(self) -> threading.RLock:  # type: ignore[valid-type]
+    def lock(self) -> contextlib.AbstractContextManager[object]:
         """Keep other threads from evicting."""
         return self._lock
