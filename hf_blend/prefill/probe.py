@@ -68,7 +68,8 @@ class ProbePass(LayerPass):
         """Take the hooks out, and charge the forward for what the probe computed."""
         self.remove_hooks()
         self.context.realigner.keeps_copies = False
-        self.context.report.charge(lambda: self._report.flops)
+        report = self._report
+        self.context.report.charge(lambda: report.flops)  # without this object, which holds the cache
 
     def _choose_rows(self, device: torch.device) -> None:
         """Compute what is fresh, or as many rows of the question as the observer asks for."""
