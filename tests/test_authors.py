@@ -19,7 +19,6 @@ from hf_blend import (
 )
 from hf_blend.context.session import load_session, save_session
 from hf_blend.errors import UnsupportedModelError
-from hf_blend.model import fingerprint as identities
 from tests.adapters import (
     adapted,
     doubled,
@@ -32,7 +31,7 @@ from tests.adapters import (
     unchanged,
     written,
 )
-from tests.asking import GREEDY, PIECES, apart, generated, memory, noting, prompt
+from tests.asking import GREEDY, PIECES, apart, generated, memory, prompt
 from tests.chat_templates import small_tokenizer
 from tests.sequences import fed
 
@@ -237,39 +236,6 @@ def test_what_was_computed_under_autocast_is_not_saved(tmp_path):
     assert not (tmp_path / "chat").exists()
 
 
-def test_author_is_compared_once_in_each_generate_of_sequence(monkeypatch):
-    model, counts = tiny_model("llama"), []
-    cache = SequenceCache(model)
-    noting(monkeypatch, identities, "_compare_structure", lambda *_: counts.append(1))
-    ways = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
-    output = model.generate(prompt(24), past_key_values=cache, **ways)
-    least = {}
-    for name, more in (("a turn", prompt(5, 1)), ("one token", prompt(0))):
-        inputs = {"input_ids": torch.cat([output, more], 1)}
-        if isinstance(cache, SequenceCache):
-            inputs = cache.inputs([int(output[0, -1]), *more[0].tolist()])
-        counts.clear()
-        output = model.generate(**inputs, past_key_values=cache, **ways)
-        least[name] = len(counts)
-    assert least == {"a turn": 1, "one token": 1}
-    counts.clear()
-    with torch.no_grad():
-        for token in prompt(6, 3)[0]:
-            model(token[None, None], past_key_values=cache)
-    assert not counts, "steps of one token are not looked at"
-
-
-def test_steps_of_assisted_decoding_are_steps(monkeypatch):
-    model, counts = tiny_model("llama"), []
-    noting(monkeypatch, identities, "_compare_structure", lambda *_: counts.append(1))
-    for cache in (SequenceCache(model), BlendCache(model, memory())):
-        counts.clear()
-        ids = prompt(12).repeat(1, 3)
-        got = model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=3, **{**FEW, "max_new_tokens": 20})
-        assert torch.equal(got, model.generate(ids, **{**FEW, "max_new_tokens": 20}))
-        assert len(counts) <= 4, "and a few of the store"
-
-
 def test_assisted_decoding_of_later_turn_is_refused():
     model = tiny_model("llama")
     cache = SequenceCache(model)
@@ -356,15 +322,3 @@ def test_prompt_built_to_come_behind_what_is_held_is_not_for_generate():
     inputs = cache.inputs(None, chunks=[[*range(20, 90)]], question=[5, 6])
     with pytest.raises(PromptError, match="tokens of a prompt came behind"):
         model.generate(**inputs, past_key_values=cache, **FEW)
-
-
-def test_beams_behind_one_sequence_are_named():
-    model = tiny_model("llama")
-    for name in ("num_beams", "num_return_sequences"):
-        cache = SequenceCache(model)
-        model.generate(prompt(20), past_key_values=cache, **FEW)
-        ways = {**FEW, name: 3, "do_sample": name != "num_beams"}
-        with pytest.raises(PromptError, match=rf"3 came for 1 active.*{name}.*call fork\(3\) first"):
-            model.generate(**cache.inputs([5, 6]), past_key_values=cache, **ways)
-        cache.fork(3)
-        model.generate(**cache.inputs([5, 6]), past_key_values=cache, **ways)

@@ -204,25 +204,6 @@ def test_later_and_several_check_layers_choose_among_what_still_flows(shared_mod
 
 
 @torch.no_grad()
-def test_entry_without_chunks_computes_every_row_and_disturbs_no_other(shared_model, store):
-    model = shared_model()
-    known = pieces()
-    unknown = pieces(chunks=(90,), seed=3)
-    unknown["prefix"] = unknown["prefix"] + unknown["chunks"].pop()
-    store.add(model, None, known["chunks"])
-    ids, mask, places, starts = laid_out([unknown, known])
-    assert starts[0] == 0, "the entry that computes everything must be as wide as the batch"
-    results = []
-    for rows in ([0, 1], [0], [1]):
-        cache = BlendCache(model, store, recompute_ratio=0.3)
-        cache.get_seq_length()
-        begin = min(starts[row] for row in rows)
-        given = {"attention_mask": mask[rows, begin:], "position_ids": places[rows, begin:], "logits_to_keep": 1}
-        results.append(model(ids[rows, begin:], past_key_values=cache, **given).logits)
-    assert_close(results[0], torch.cat(results[1:]))
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_one_chunk_behind_its_sink_at_ratio_zero_is_prefix_caching_bit_for_bit(shared_model, store, attention):
     model = shared_model("llama", attention)
@@ -336,19 +317,6 @@ def test_states_of_another_chunk_are_refused_and_computed_fresh(shared_model, st
     assert "is computed again" in caplog.text
 
 
-def test_with_every_chunk_refused_request_is_full_prefill(shared_model, store):
-    model = shared_model()
-    request = pieces((20, 20))
-    others = [pieces((20,), seed=seed)["chunks"][0] for seed in (7, 8)]
-    store.add(model, None, others)
-    for victim, other in zip(request["chunks"], others, strict=True):
-        forge(store, model, victim, other)
-    got, cache = blend(model, request, store=store, recompute_ratio=0.3)
-    assert cache.report.refused_chunks == 2
-    assert cache.report.chosen_columns in ([], [[]])
-    assert_close(got, full(model, [request])[0])
-
-
 @pytest.mark.parametrize("selector", ["boundary", "random"])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_selector_that_needs_no_states_chooses_before_first_layer(shared_model, selector, batch):
@@ -372,17 +340,6 @@ def test_selector_full_is_full_prefill_and_none_is_full_reuse(shared_model, stor
     nothing, cache = blend(model, request, store=store, selector="none", recompute_ratio=0.9)
     assert torch.equal(nothing, blend(model, request, store=store, recompute_ratio=0.0)[0])
     assert cache.report.charged_budget == 0
-
-
-def test_forward_that_records_gradients_gives_same_logits(shared_model, store, tokenizer):
-    model = shared_model()
-    logits = []
-    for with_gradients in (False, True):
-        cache = BlendCache(model, store, recompute_ratio=0.3)
-        inputs = cache.inputs(tokenizer, **pieces())
-        with torch.set_grad_enabled(with_gradients):
-            logits.append(model(**inputs, past_key_values=cache, logits_to_keep=1).logits)
-    assert torch.equal(logits[0], logits[1].detach())
 
 
 def test_layer_that_hands_nothing_to_cache_is_named(tiny_model, store, monkeypatch):

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One cache, one request: what it reuses, what it refuses, and that it leaves the model and itself as they were."""
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -115,29 +114,6 @@ def test_exception_outside_layers_leaves_no_hook(tiny_model, pieces, untouched, 
         assert hooks(model) == 0
 
 
-@pytest.mark.parametrize(
-    ("layer", "error", "calls_before"),
-    [(0, Boom, 1), (1, Boom, 0), (3, Boom, 1), (0, KeyboardInterrupt, 0), (2, KeyboardInterrupt, 0)],
-)
-def test_after_exception_in_any_layer_next_request_works_with_same_cache_and_others(
-    tiny_model, pieces, untouched, layer, error, calls_before
-):
-    model = tiny_model()
-    kept = memory()
-    request = pieces()
-    _, expected = asked(model, request, store=kept, recompute_ratio=0.3)
-    with untouched(model):
-        cache, inputs = prepared(model, request, store=kept, recompute_ratio=0.3)
-        with failing(decoder_layers(model)[layer].mlp, error, calls_before):
-            generated(model, inputs, cache)
-        assert error is KeyboardInterrupt or hooks(model) == 0
-        other = BlendCache(model, kept, recompute_ratio=1.0)
-        as_stock(model, inputs, other)
-        if calls_before == 0:
-            assert torch.equal(generated(model, inputs, cache), expected)
-        assert hooks(model) == 0
-
-
 @pytest.mark.parametrize("place", ["rotary_emb", "norm"])
 def test_request_after_interrupt_may_fail_outside_layers(tiny_model, pieces, place):
     model = tiny_model()
@@ -151,18 +127,6 @@ def test_request_after_interrupt_may_fail_outside_layers(tiny_model, pieces, pla
             generated(model, inputs, cache)
     assert hooks(model) == 0
     assert len({one.get_seq_length() for one in cache.layers}) == 1
-
-
-def test_plain_request_beside_blended_one_is_unaffected(shared_model, pieces):
-    model = shared_model()
-    request = pieces()
-    before = generated(model, ids_of(request))
-    logits = model(**ids_of(request)).logits
-    cache, inputs = prepared(model, request, recompute_ratio=0.0)
-    assert torch.equal(generated(model, ids_of(request)), before)
-    assert torch.equal(model(**ids_of(request)).logits, logits)
-    generated(model, inputs, cache)
-    assert torch.equal(generated(model, ids_of(request)), before)
 
 
 @torch.no_grad()
@@ -198,37 +162,6 @@ def test_caches_in_threads_do_not_see_each_other(tiny_model, pieces, tokenizer, 
         alone = [ask(request, memory()) for request in requests]
         together = list(pool.map(ask, requests, [shared] * 4))
     assert all(torch.equal(one, other) for one, other in zip(alone, together, strict=True))
-
-
-@torch.no_grad()
-def test_chunk_computed_while_another_thread_runs_model_has_its_own_tables(tiny_model, pieces):
-    model = tiny_model()
-    request = pieces((17,))
-    inside = threading.Event()
-    done = threading.Event()
-
-    def other_thread():
-        inside.wait(30)
-        model(torch.arange(3, 60)[None], position_ids=torch.arange(200, 257)[None])
-        done.set()
-
-    def let_the_other_run(*_):
-        inside.set()
-        done.wait(30)
-
-    kept = memory()
-    quiet = memory()
-    quiet.add(model, None, request["chunks"])
-    thread = threading.Thread(target=other_thread)
-    thread.start()
-    wait = observer(lambda *_: None if inside.is_set() else let_the_other_run())
-    handle = decoder_layers(model)[3].register_forward_pre_hook(wait)
-    kept.add(model, None, request["chunks"])
-    handle.remove()
-    thread.join()
-    key = ChunkKey(fingerprint(model), (1,), request["chunks"][0])
-    for (_, one), (_, other) in zip(kept.get(key).named_tensors(), quiet.get(key).named_tensors(), strict=True):
-        assert torch.equal(one, other)
 
 
 def test_model_without_bos_keeps_chunks_behind_nothing(tiny_model, pieces, tokenizer):

@@ -11,9 +11,8 @@ from transformers import DynamicCache
 
 from hf_blend import BlendCache, ChunkStore, observer
 from hf_blend.errors import PromptError, UnsupportedModelError
-from hf_blend.model import capture as capturing
 from hf_blend.model.anatomy import decoder_layers, decoder_of
-from hf_blend.model.capture import LEAST_SHARED, PACK_TOKENS, batch_chunks, capture, capture_chunk, capture_chunks
+from hf_blend.model.capture import LEAST_SHARED, batch_chunks, capture, capture_chunk, capture_chunks
 from hf_blend.model.checks import KV, allowed_of, relative_error
 from hf_blend.model.row_masks import PackedLines
 from hf_blend.store.chunk import ChunkKey
@@ -214,54 +213,6 @@ def test_packed_lines_are_those_of_each_text_alone(shared, kind, is_additive):
         assert keys.flatten().tolist() == values.flatten().tolist() == seen.tolist()
         assert own is None or torch.equal(own[0, 0], part)
     assert torch.equal(lines.plain()[0, 0], expected)
-
-
-def test_packs_hold_one_shared_prefix_and_count_it_once(tiny_model, monkeypatch):
-    model = tiny_model()
-    half = PACK_TOKENS // 2
-    one, two = keys_of(half, half - len(PREFIX), sink=PREFIX)
-    other = keys_of(7, sink=(1,))[0]
-    none = keys_of(8, sink=())[0]
-    assert batch_chunks(model, [one, other, none, two]) == [[one, two], [other, none]]
-    mixed = [*keys_of(9, 11, sink=PREFIX), other]
-    calls = tokens_of_calls(model)
-    chunks = {chunk.key: chunk for chunk in capture_chunks(model, mixed)}
-    assert calls == [2 * len(PREFIX) + 9 + 11 + 1 + 7], "each behind what its own key says"
-    for key in mixed:
-        (plain,) = capture_chunks(model, [key])
-        assert all(relative_error(*pair) <= 1e-5 for pair in side_by_side(chunks[key].layers, plain.layers))
-    monkeypatch.setattr(capturing, "shared_prefix", lambda _: False)
-    assert batch_chunks(model, [one, other, none, two]) == [[one, other, none], [two]]
-
-
-def test_packs_have_limit_and_one_rotary_regime(shared_model, tiny_model):
-    half = PACK_TOKENS // 2
-    whole = PACK_TOKENS
-    keys = keys_of(half - 1, half - 1, 3, whole, 5, 6)
-    found = batch_chunks(shared_model(), keys)
-    assert [key for pack in found for key in pack] == keys
-    assert [[len(key.token_ids) for key in pack] for pack in found] == [[half - 1, half - 1], [3], [whole], [5, 6]]
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
-    rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "factor": 4.0}
-    model = tiny_model("phi3", original_max_position_embeddings=16, rope_parameters=rope)
-    short, long, also_short = keys = keys_of(9, 30, 11)
-    assert batch_chunks(model, keys) == [[short, also_short], [long]]
-
-
-def test_packs_hold_one_chunk_where_others_may_be_felt(tiny_model, shared_model, monkeypatch):
-    scaled = tiny_model()
-    down = decoder_layers(scaled)[1].mlp.down_proj
-    plain = down.forward
-
-    def rounded(states):  # a product that is scaled by all of its rows
-        scale = states.abs().amax() / 127
-        return plain((states / scale).round() * scale)
-
-    monkeypatch.setattr(down, "forward", rounded)
-    experts = tiny_model("mixtral", num_local_experts=4)
-    first, second = keys_of(9, 11)
-    for model in (scaled, experts, shared_model("llama", "eager")):
-        assert batch_chunks(model, [first, second]) == [[first], [second]]
 
 
 def test_packs_hold_one_chunk_of_model_with_mixers():

@@ -250,26 +250,6 @@ def test_prefill_of_another_model_object_is_refused_and_changes_nothing(another,
         del cache, plain
 
 
-@torch.no_grad()
-def test_step_of_another_model_object_is_refused_and_changes_nothing(another):
-    own, others = another
-    cache, inputs = prepared(own, random_pieces(), recompute_ratio=0.15)
-    output = own.generate(**inputs, past_key_values=cache, **WAYS)
-    before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
-    for other in others:
-        with pytest.raises(ConfigError, match="another model object"):
-            other(output[:, -1:], past_key_values=cache)
-        with pytest.raises(ConfigError, match="another model object"):
-            other.generate(output, past_key_values=cache, **WAYS)
-    for layer, (keys, values) in zip(cache.layers, before, strict=True):
-        assert torch.equal(layer.keys, keys)
-        assert torch.equal(layer.values, values)
-    twin = copy.deepcopy(cache)
-    assert torch.equal(
-        own.generate(output, past_key_values=cache, **WAYS), own.generate(output, past_key_values=twin, **WAYS)
-    )
-
-
 class Wrapped(torch.nn.Module):
     """A wrapper that calls the model."""
 

@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_blend import BlendCache, ConfigError, observer
-from tests.asking import GREEDY, PIECES, as_stock, failing, hooks, memory, prepared, prompt
+from tests.asking import GREEDY, PIECES, as_stock, hooks, memory, prepared, prompt
 
 
 @pytest.fixture
@@ -86,26 +86,6 @@ def test_ids_end_before_token_out_of_order(model):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("is_blended", "layer"), [(True, 1), (True, 2), (False, 0), (False, 1)])
-@pytest.mark.parametrize("past", [0, 20])
-def test_forward_that_fails_leaves_cache_as_it_was(model, is_blended, layer, past):
-    cache = BlendCache(model, memory(), recompute_ratio=1.0)
-    ids = prompt(20)
-    if past:
-        model(ids, past_key_values=cache, logits_to_keep=1)
-    inputs = cache.inputs(None, **PIECES, history=ids if past else None)
-    rest = inputs["input_ids"][:, past:]
-    report = cache.report
-    with failing(model.model.layers[layer].mlp), pytest.raises(ZeroDivisionError):
-        model(rest, past_key_values=cache, logits_to_keep=int(is_blended))
-    assert {held.get_seq_length() for held in cache.layers} == {past}
-    assert cache.state.tokens.rows() == ([ids[0].tolist()] if past else [])
-    assert cache.report is report or not is_blended
-    assert hooks(model) == 0
-    as_stock(model, inputs, cache)
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("use", ["generate", "model", "crop", "heal", "inputs"])
 @pytest.mark.parametrize("past", [0, 20])
 def test_interrupted_forward_is_taken_back_by_next_use(model, use, past):
@@ -136,25 +116,6 @@ def test_interrupted_forward_is_taken_back_by_next_use(model, use, past):
         assert (cache.heal if use == "heal" else cache.crop)(0) in (0, None)
     got = model(ids[:, past:], past_key_values=cache).logits
     assert torch.equal(got, model(ids[:, past:], past_key_values=stock).logits)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("kind", ["gemma3_text", "qwen3_next"])
-def test_window_or_state_that_has_moved_on_is_refused_until_reset(kind, tiny_model):
-    states = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
-    model = tiny_model(kind, **({"sliding_window": 8} if kind == "gemma3_text" else states))
-    cache = BlendCache(model, memory(), allow_unverified=True)
-    ids = prompt(37)
-    model(ids, past_key_values=cache)
-    with failing(model.model.layers[len(model.model.layers) - 2].mlp), pytest.raises(ZeroDivisionError):
-        model(ids[:, :1], past_key_values=cache)
-    answer = torch.cat([ids, ids[:, :1]], dim=1)
-    assert cache.get_seq_length() == 37
-    for use in (lambda: cache.crop(-1), lambda: model.generate(answer, past_key_values=cache)):
-        with pytest.raises(ConfigError, match=r"ended between two layers.* reset\(\) the cache"):
-            use()
-    cache.reset()
-    assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY), model.generate(ids, **GREEDY))
 
 
 @torch.no_grad()
