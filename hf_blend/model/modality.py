@@ -42,7 +42,7 @@ def other_inputs(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[str, .
     An input of the model is what its forward names, and whatever holds a tensor (a wrapper names nothing). Anything
     else is a keyword of `generate`, such as a tokenizer.
     """
-    named = parameter_names(type(model))
+    named = parameter_names(type(model))  # type: ignore[arg-type]
     others = []
     for name, value in arguments.items():
         if name in TEXT_ARGUMENTS or isinstance(value, bool | int | float | str):

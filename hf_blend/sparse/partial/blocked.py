@@ -74,17 +74,31 @@ class BlockedChunk(PackedChunk):
             for states in pair:
                 for head in states:
                     digests += [digest_of(bytes_of(block)) for block in head.split(self._block_tokens)]
-        digest_rows = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).view(len(digests), -1)
+        digest_bytes = bytearray(b"".join(digests))
+        digest_rows = torch.frombuffer(digest_bytes, dtype=torch.uint8).view(len(digests), -1)
         about = {**about_chunk(self.chunk, "raw"), "block_tokens": str(self._block_tokens)}
         leading = [*ids_of(self.key), ("order", index), ("block_digests", digest_rows)]
-        return pack_entry(BLOCKS, about, [*leading, *replace(self.chunk, layers=layers).named_tensors()])
+        ordered = replace(self.chunk, layers=layers)
+        return pack_entry(BLOCKS, about, [*leading, *ordered.named_tensors()])
 
 
 def has_blocks(chunk: ChunkKV) -> bool:
     """Whether a chunk can be in blocks: its layers are all alike and have K and V only."""
-    forms = {*chunk.layout.layers}
-    form = forms.pop() if forms else ()
-    return not forms and len(form) == 2 and form[0][::2] == form[1][::2]
+    return _block_form(chunk.layout) is not None
+
+
+def _block_form(layout: Layout) -> tuple[int, int, int, torch.dtype] | None:
+    """Heads, width of K, width of V and dtype of every layer; None if they differ or have something else."""
+    forms = set(layout.layers)
+    if len(forms) != 1:
+        return None
+    (form,) = forms
+    if len(form) != 2:
+        return None
+    (heads, key_width, dtype), (value_heads, value_width, value_dtype) = form
+    if heads != value_heads or dtype != value_dtype:
+        return None
+    return heads, key_width, value_width, dtype
 
 
 class BlockReader(EntryReader):
@@ -96,9 +110,8 @@ class BlockReader(EntryReader):
         super().__init__(source, key, layout)
         if self.in_blocks:
             self._read_order()
-            (self.heads, *_, self.dtype), _ = self.layout.layers[0]
-            self.widths = tuple(form[1] for form in self.layout.layers[0])  # of keys, of values
-            self.loaded_bytes = self.data_start = self._layer_start(0)
+            self.data_start = self._layer_start(0)
+            self.loaded_bytes = self.data_start
 
     @property
     def in_blocks(self) -> bool:
@@ -122,31 +135,35 @@ class BlockReader(EntryReader):
         tokens = len(self.key.token_ids)
         start = self._file.plans["order"][1]
         plan, offset = self._file.plans["block_digests"]
+        form = _block_form(self.layout)
         with as_fault("the order of the tokens"):
             take = self._file.taker(start, offset + plan.nbytes - start)
             self.order = take("order")
             self.block_digests = bytes_of(take("block_digests"))
             self.block_tokens = int(self.header.about["block_tokens"])
-            self.blocks = -(-tokens // self.block_tokens)
             if self.order.dtype != torch.int64 or sorted(self.order.tolist()) != list(range(tokens)):
                 raise EntryFault("format", f"the blocks do not hold each of {tokens} tokens once")
-            forms = {*self.layout.layers}
-            pair = forms.pop()
-            count = sum(form[0] for form in pair) * len(self.layer_table) * self.blocks
-            is_alike = not forms and len(pair) == 2 and pair[0][::2] == pair[1][::2] and self._packing.codec.is_exact
-            is_empty = min(self.block_tokens, count, *pair[0][:2], pair[1][1]) < 1
-            if not is_alike or is_empty or plan.shape != (count, tensor_digest().digest_size):
+            if form is None or min(self.block_tokens, *form[:3]) < 1 or not self._packing.codec.is_exact:
+                raise EntryFault("format", f"{self.layout!r:.120} cannot be in blocks of {self.block_tokens} tokens")
+            self.heads, *widths, self.dtype = form
+            self.widths = tuple(widths)  # of keys, of values
+            self.blocks = -(-tokens // self.block_tokens)
+            count = 2 * self.heads * len(self.layer_table) * self.blocks
+            if not count or plan.shape != (count, tensor_digest().digest_size):
                 raise EntryFault("format", f"{plan.shape} digests of blocks are not those of {self.layout!r:.120}")
         self._back = self.order.argsort()
 
     def _states(self, take: Callable[[str], Tensor], index: int) -> tuple[Tensor, ...]:
         states = super()._states(take, index)
-        return tuple(tensor.index_select(1, self._back) for tensor in states) if self.in_blocks else states
+        if not self.in_blocks:
+            return states
+        return tuple(tensor.index_select(1, self._back) for tensor in states)
 
     @property
     def block_bytes(self) -> int:
         """Bytes of all blocks."""
-        return len(self.layer_table) * self.heads * len(self.order) * sum(self.widths) * self.dtype.itemsize
+        token_bytes = self.heads * sum(self.widths) * self.dtype.itemsize
+        return len(self.layer_table) * len(self.order) * token_bytes
 
     def tokens_of(self, blocks: Sequence[int]) -> Tensor:
         """The tokens of the chunk that some blocks hold, in the order in which `read_blocks` gives them."""
