@@ -132,18 +132,22 @@ class Plan:
         distances. Between chunks none is computed, and none of a draft.
         """
         active = self.fresh(with_reusable=False)
-        drafts = self.drafted or [0] * len(active)
-        for line, reusable, real, drafted in zip(active, self._marks[1], self._marks[2], drafts, strict=True):
-            if not reusable.any():
+        for row, line in enumerate(active):
+            reusable = np.flatnonzero(self._marks[1, row])
+            if not len(reusable):
                 continue
-            (first, last), columns = np.flatnonzero(reusable)[[0, -1]], np.flatnonzero(real)
+            first, last = reusable[0], reusable[-1]
             line[first:last] = False
-            line[columns[len(columns) - drafted :]] = False
+            if self.drafted and self.drafted[row]:
+                columns = np.flatnonzero(self._marks[2, row])
+                line[columns[-self.drafted[row] :]] = False
             question = np.flatnonzero(line[last:]) + last
             if len(question) > rows:
                 tail = max(1, rows // 2)
                 spread = np.linspace(0, len(question) - tail - 1, rows - tail).round().astype(int)
-                line[np.delete(question, [*spread, *range(len(question) - tail, len(question))])] = False
+                kept = np.concatenate((question[spread], question[len(question) - tail :]))
+                line[last:] = False
+                line[kept] = True
         return active
 
     def token_table(self) -> Tensor:
@@ -151,16 +155,12 @@ class Plan:
         if self._table is not None:
             return self._table
         table = np.full((3, *self.real.shape), -1, dtype=np.int64)
-        runs = [
-            (chunk.tokens, chunk.row, chunk.start, chunk.number, chunk.first, chunk.chunk.tokens)
-            for chunk in self.chunks
-            if not chunk.exact
-        ]
-        if runs:
-            counts, *fields = np.array(runs, dtype=np.int64).T
-            row, start, number, first, tokens = (np.repeat(values, counts) for values in fields)
-            offset = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-            table[:, row, start + offset] = number, first + offset, tokens
+        for placed in self.chunks:
+            if not placed.exact:
+                number, offset, tokens = table[:, placed.row, placed.columns]
+                number[:] = placed.number
+                offset[:] = np.arange(placed.inside.start, placed.inside.stop)
+                tokens[:] = placed.chunk.tokens
         self._table = torch.from_numpy(table).to(self.reusable.device)
         self._table[0].masked_fill_(~self.reusable, -1)
         return self._table
@@ -170,7 +170,8 @@ class Plan:
         self.chunks.remove(placed)
         self._table = None
         self._marks[:2, placed.row, placed.columns] = False
-        self.reusable[placed.row, placed.columns] = self.exact[placed.row, placed.columns] = False
+        self.reusable[placed.row, placed.columns] = False
+        self.exact[placed.row, placed.columns] = False
         tokens = max(0, min(placed.columns.stop, self.end) - placed.start)
         self.fresh_counts[placed.row] += tokens
         if not placed.exact:
@@ -212,8 +213,12 @@ class Planner:
         origin: ChunkOrigin,
         config: BlendConfig | None = None,
     ) -> None:
-        self._config, self._text_config = config or BlendConfig(), text_config(model)
-        self._model, self._store, self._fingerprint, self._origin = model, store, fingerprint, origin
+        self._config = config or BlendConfig()
+        self._text_config = text_config(model)
+        self._model = model
+        self._store = store
+        self._fingerprint = fingerprint
+        self._origin = origin
         self._fetched: dict[ChunkKey, ChunkKV] = {}
         self._canaries: set[str] = set()  # those that were found to be the model's
         longest = getattr(self._text_config, "max_position_embeddings", None)
@@ -223,24 +228,33 @@ class Planner:
 
     def plan(self, rows: Sequence[PromptRow], width: int, logits_rows: int = 1, length: int | None = None) -> Plan:
         """Decide which of `width` new columns are reused; `length` is one more than the largest position, if known."""
-        counts, real = [row.end - row.before for row in rows], np.zeros((len(rows), width), dtype=bool)
+        # Which columns are tokens
+        counts = [row.end - row.before for row in rows]
+        real = np.zeros((len(rows), width), dtype=bool)
         for line, row, count in zip(real, rows, counts, strict=True):
             line[list(row.columns) or slice(row.start, row.start + count)] = True
         plan = Plan([], torch.from_numpy(real), counts, self._config, store=self._store)
-        ends = {max(row.end for row in rows), max(row.before for row in rows) + width} if length is None else {length}
-        self._frequencies = {frequency_regime(self._text_config, end) for end in ends}
         plan.drafted = [max(0, row.end - len(row.ids)) for row in rows]
+        self._frequencies = self._frequencies_of(rows, width, length)
+
+        # Find the chunks, and leave out those that the controller would rather have computed
         spans = [self._spans(row) for row in rows]
-        keys = [span.key for own in spans for span in own]
-        unloaded = self._advised(plan, keys) if self._store.controller is not None else set[ChunkKey]()
-        placed = list[tuple[ChunkKey, Callable[..., PlacedChunk]]]()
-        for number, (row, own) in enumerate(zip(rows, spans, strict=True)):
-            loaded = [span for span in own if span.key not in unloaded]
-            placed += self._placed_chunks(plan, number, row, loaded)
-        missing = self._fetch(plan, list(dict.fromkeys(key for key, _ in placed)))
-        if missing:
-            self._compute_missing(plan, missing, {own[0].key for own in spans if own and own[0].start == 0})
-        plan.chunks += [make(chunk=self._fetched[key]) for key, make in placed]
+        keys = [span.key for of_row in spans for span in of_row]
+        unloaded = set[ChunkKey]()
+        if self._store.controller is not None:
+            unloaded = self._advised(plan, keys)
+        placed = list[tuple[ChunkKey, dict[str, Any]]]()
+        for number, (row, of_row) in enumerate(zip(rows, spans, strict=True)):
+            loaded = [span for span in of_row if span.key not in unloaded]
+            placed += self._place_chunks(plan, number, row, loaded)
+
+        # Fetch them, and compute what is missing
+        needed = list(dict.fromkeys(key for key, _ in placed))
+        if missing := self._fetch(plan, needed):
+            first = {of_row[0].key for of_row in spans if of_row and of_row[0].start == 0}
+            self._compute_missing(plan, missing, first)
+        for key, place in placed:
+            plan.chunks.append(PlacedChunk(chunk=self._fetched[key], **place))
         plan.begin(logits_rows)
         plan.found["prompt_tokens"] += sum(counts)
         plan.found["reusable_tokens"] += sum(plan.stored_counts)
@@ -251,78 +265,106 @@ class Planner:
         self._fetched.clear()
         return plan
 
+    def _frequencies_of(self, rows: Sequence[PromptRow], width: int, length: int | None) -> set[tuple[int, ...]]:
+        """The sets of rotary frequencies with which this forward may be computed."""
+        ends = {length}
+        if length is None:
+            ends = {max(row.end for row in rows), max(row.before for row in rows) + width}
+        return {frequency_regime(self._text_config, end) for end in ends if end is not None}
+
     def _advised(self, plan: Plan, keys: Sequence[ChunkKey]) -> set[ChunkKey]:
         """The chunks that the controller would rather have computed; more is recomputed where loading hides it."""
         chunks = [key for key in dict.fromkeys(keys) if key.chunk_prefix_ids == self._origin.prefix_ids]  # no prefix
         least_ratio = plan.config.recompute_ratio
-        plan.advice = self._store.controller.decide(chunks, least_ratio) if chunks else None
+        if chunks:
+            plan.advice = self._store.controller.decide(chunks, least_ratio)
         if plan.advice is None:
             return set()
         if plan.config.layer_ratios is None and plan.advice.ratio > least_ratio:
             plan.config = replace(plan.config, recompute_ratio=plan.advice.ratio)
         return {*chunks} - {chunks[number] for number in plan.advice.loaded}
 
+    def _key(self, prefix_ids: tuple[int, ...], ids: Sequence[int]) -> ChunkKey:
+        return _known_key(self._fingerprint, prefix_ids, tuple(ids), self._store.namespace)
+
     def _spans(self, row: PromptRow) -> list[ChunkSpan]:
         """The chunks of one prompt, from left to right."""
-        expected, spans = list(row.spans or ()), list[ChunkSpan]()
-        for span in expected:
-            key = _known_key(self._fingerprint, self._origin.prefix_ids, span.token_ids, self._store.namespace)
+        # Those that were named, and those that are found beside them
+        named = list(row.spans or ())
+        spans = []
+        for span in named:
+            key = self._key(self._origin.prefix_ids, span.token_ids)
             spans.append(ChunkSpan(span.start, key, span.first, span.tokens))
         if row.spans is None or row.is_searched:
-            stored = self._store.find(self._fingerprint, self._origin.prefix_ids, row.ids)
-            new = [hit for hit in stored if not any(map(Span(hit.start, (), 0, hit.tokens).overlaps, expected))]
-            spans = sorted(spans + new, key=lambda span: span.start)
-        if row.is_first and expected and expected[0].start == expected[0].first == 0:  # nothing is before it: exact
-            key = _known_key(self._fingerprint, (), expected[0].token_ids, self._store.namespace)
-            spans[0] = spans[0]._replace(key=key)
+            for hit in self._store.find(self._fingerprint, self._origin.prefix_ids, row.ids):
+                here = Span(hit.start, (), 0, hit.tokens)
+                if not any(here.overlaps(span) for span in named):
+                    spans.append(hit)
+            spans.sort(key=lambda span: span.start)
+
+        # A chunk that nothing is before is computed behind nothing: it is exact
+        if row.is_first and named and named[0].start == named[0].first == 0:
+            spans[0] = spans[0]._replace(key=self._key((), named[0].token_ids))
+
+        # What is before the first chunk is an entry of its own, or as much of it as one entry has
         first = row.ids[: spans[0].start] if spans and row.is_first else ()
-        prefix = first if row.spans is not None and row.prefix is None else first[: row.prefix or 0]
+        prefix = first[: row.prefix or 0]
+        if row.spans is not None and row.prefix is None:
+            prefix = first
         if not prefix and first == self._origin.prefix_ids:
             prefix = first
-        if prefix:  # an entry of its own, computed behind nothing
-            key = _known_key(self._fingerprint, (), tuple(prefix), self._store.namespace)
-            spans = [ChunkSpan(0, key, 0, len(prefix)), *spans]
-        elif first:  # as much of it as one entry has
+        if prefix:
+            spans.insert(0, ChunkSpan(0, self._key((), prefix), 0, len(prefix)))
+        elif first:
             stored = self._store.find(self._fingerprint, (), first)[:1]
-            spans = [hit for hit in stored if hit.start == hit.first == 0] + spans
-        sizes = (len(span.key.chunk_prefix_ids) + len(span.key.token_ids) for span in spans)
-        fitting = [span for span, tokens in zip(spans, sizes, strict=True) if tokens <= self._most_tokens]
-        return [span for span in fitting if self._origin.placeholders.isdisjoint(span.key.token_ids)]
+            spans[:0] = [hit for hit in stored if hit.start == hit.first == 0]
+        return [span for span in spans if self._is_usable(span.key)]
 
-    def _placed_chunks(
+    def _is_usable(self, key: ChunkKey) -> bool:
+        """Whether a chunk is text that fits the model's positions behind its prefix."""
+        tokens = len(key.chunk_prefix_ids) + len(key.token_ids)
+        return tokens <= self._most_tokens and self._origin.placeholders.isdisjoint(key.token_ids)
+
+    def _place_chunks(
         self, plan: Plan, number: int, row: PromptRow, spans: list[ChunkSpan]
-    ) -> list[tuple[ChunkKey, Callable[..., PlacedChunk]]]:
-        """The chunks of one row that are needed, and what makes the placed chunk of each."""
-        exact_until, placed = 0 if row.is_first else -1, list[tuple[ChunkKey, Callable[..., PlacedChunk]]]()
+    ) -> list[tuple[ChunkKey, dict[str, Any]]]:
+        """The chunks of one row that are needed: the key of each, and the fields of its `PlacedChunk`."""
+        placed = []
+        exact_until = 0 if row.is_first else -1  # up to here all is exact
         for index, (offset, key, inside, tokens) in enumerate(spans):
             end = offset + tokens
             if end >= max(len(row.ids), row.end):
                 continue  # the last token is always computed: its output is expected
-            is_behind_same = inside == 0 and row.ids[:offset] == key.chunk_prefix_ids
-            exact = offset == exact_until and is_behind_same
-            if exact:  # if it is computed by the frequencies of this forward
+
+            # Exact: right behind exact tokens, which are those that it was computed behind, by the same frequencies
+            exact = offset == exact_until and inside == 0 and row.ids[:offset] == key.chunk_prefix_ids
+            if exact:
                 stored = len(key.chunk_prefix_ids) + len(key.token_ids)
                 exact = self._frequencies == {frequency_regime(self._text_config, stored)}
+
+            # Of a prompt that comes in parts, what is in this one but for its last token
             first = max(offset, row.before)
-            count = min(end, row.end - 1) - first  # the last token of a part is computed, too
+            count = min(end, row.end - 1) - first
             if count > 0 and row.positions is not None:
                 start = int(row.positions.starts[first + count - 1 - row.before])
                 exact = exact and not start and not (row.positions.is_moved and self._scales)
                 if start > offset:
                     plan.uneven_chunks += 1
                     continue
-            exact_until = end if exact else exact_until
+            if exact:
+                exact_until = end
             if count <= 0:
                 continue
+
+            # At which columns, unless padding is between its tokens
             column = row.start + first - row.before
             if row.columns:
-                own = row.columns[first - row.before :][:count]
-                if own[-1] - own[0] >= count:
-                    continue  # padding is between its tokens
-                column = own[0]
-            here = inside + first - offset
-            make = partial(PlacedChunk, number, column, exact=exact, number=index, first=here, count=count)
-            placed.append((key, make))
+                columns = row.columns[first - row.before :][:count]
+                if columns[-1] - columns[0] >= count:
+                    continue
+                column = columns[0]
+            place = {"row": number, "start": column, "exact": exact, "number": index, "count": count}
+            placed.append((key, {**place, "first": inside + first - offset}))
             if first == offset and key.chunk_prefix_ids == self._origin.prefix_ids:
                 plan.found["seam_tokens"] += len(key.token_ids) - tokens
         return placed
