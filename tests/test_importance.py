@@ -8,7 +8,7 @@ from tiny_models import tiny_model as zoo_model
 
 from hf_blend import ChunkStore
 from hf_blend.prefill import importance
-from hf_blend.store.importance import TokenImportance
+from hf_blend.sparse.partial.importance import TokenImportance
 from tests import asking
 from tests.test_partial import CHUNKS, PIECES
 
@@ -90,17 +90,16 @@ def test_record_attention_changes_no_token_and_asks_for_no_recompute(model, monk
 
 
 def test_importance_outlives_eviction_and_restarts(model, tmp_path):
-    given = {"eviction": "importance", "memory_bytes": 0}
+    given = {"partial": {"share": 0.5, "reorder": False}, "memory_bytes": 0}
     with ChunkStore.open(tmp_path, **given) as store:
         asked(model, store, recompute_ratio=0.0, selector="none")
         asked(model, store, recompute_ratio=0.0, selector="none")
-        digests = store.importance.digests()
-        before = {digest: store.importance.get(digest) for digest in digests}
+        digests = store.layer_reader.importance.digests()
+        before = {digest: store.layer_reader.importance.get(digest) for digest in digests}
     assert len(before) == len(CHUNKS)
     with ChunkStore.open(tmp_path, **given) as store:
         for digest, record in before.items():
-            assert (store.importance.get(digest).scores == record.scores).all()
-            assert store.importance.get(digest).share == pytest.approx(record.share, abs=1e-6)
+            assert (store.layer_reader.importance.get(digest).scores == record.scores).all()
         assert set(before) <= {entry.digest for entry in store.entries()}
 
 
@@ -108,11 +107,10 @@ def test_token_importance_is_bounded_forgets_oldest_and_survives_damage(tmp_path
     path = tmp_path / "index" / "a.importance"
     known = TokenImportance(path, cap_tokens=100)
     for number in range(5):
-        known.record(f"{number:064x}", torch.full((40,), float(number)), 0.5)
+        known.record(f"{number:064x}", torch.full((40,), float(number)))
     assert known.digests() == [f"{number:064x}" for number in (3, 4)]
-    known.record(f"{4:064x}", torch.zeros(40), 1.0)
+    known.record(f"{4:064x}", torch.zeros(40))
     assert known.get(f"{4:064x}").scores.tolist() == pytest.approx([3.2] * 40, rel=1e-3)
-    assert known.get(f"{4:064x}").share == pytest.approx(0.6)
     known.save()
     again = TokenImportance(path, cap_tokens=100)
     assert again.digests() == known.digests()

@@ -23,7 +23,6 @@ from .capacity import Capacity
 from .chunk import ChunkKey, ChunkKV, ChunkSpan, Layout
 from .entry import EntryFormat, PackedChunk, read_key
 from .format import hash_namespace
-from .importance import TokenImportance
 from .index import MOST_DEAD, ChunkIndex, Listed, logged_bytes
 from .memory import MemoryCache
 from .opening import Limits
@@ -92,7 +91,6 @@ class Store:
 
         objects/<namespace>/<digest>.safetensors   one entry each; names are digests
         index/<namespace>.rows, .ids               a log of what is in them, made again when it is lost
-        index/<namespace>.importance               how much attention tokens get
     """
 
     def __init__(
@@ -121,7 +119,6 @@ class Store:
         disk = next((tier for tier in self.tiers if isinstance(tier, DiskTier)), None)
         self.folder = disk.root if disk else None  # on this machine
         path = self.folder / "index" / self._space if self.folder else None
-        self.importance = TokenImportance(path and path.with_suffix(".importance"))
         self.index = ChunkIndex(namespace, path, disk.lock if disk else contextlib.nullcontext)
         self._deletions = 0
         self._pid = os.getpid()
@@ -308,13 +305,12 @@ class Store:
             self.delete(key)
 
     def record_attention(self, key: ChunkKey, scores: Tensor, important_ratio: float) -> None:
-        """Report how much attention a chunk's tokens got in a request; kept as a moving average, over restarts too.
+        """Report how much attention a chunk's tokens got in a request.
 
         Shapes: scores `[tokens]`, as multiples of what a stored token of the prompt got on average.
         """
-        self.importance.record(key.digest, scores, min(1.0, max(0.0, important_ratio)))
+        self.layer_reader.record_attention(key, scores)
         self.record_importance(key, important_ratio)
-        self.layer_reader.importance_changed(key)
 
     def record_importance(self, key: ChunkKey, important_ratio: float) -> None:
         """Report which share of a chunk's tokens turned out to be important, for the policy "importance"."""
@@ -456,7 +452,6 @@ class Store:
             tier.close()
         for memory in self.memories:
             memory.clear()
-        self.importance.save()
 
     def name(self, digest: str) -> str:
         """Name the entry of a chunk in a tier."""

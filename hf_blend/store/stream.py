@@ -166,8 +166,8 @@ class LayerReader:
         """Give a chunk whose layers are read when they are used, as `Store.stream` says."""
         raise NotImplementedError
 
-    def importance_changed(self, key: ChunkKey) -> None:
-        """Take notice that the store knows more of which tokens of a chunk are important."""
+    def record_attention(self, key: ChunkKey, scores: Tensor) -> None:
+        """Receive how much attention a chunk's tokens got in a request, `[tokens]`."""
 
     def close(self) -> None:
         """Finish what is under way."""

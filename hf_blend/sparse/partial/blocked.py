@@ -18,8 +18,8 @@ from torch import Tensor
 from ...store.chunk import ChunkKey, ChunkKV, Layout
 from ...store.entry import KIND, EntryFormat, EntryReader, PackedChunk, about_chunk, ids_of
 from ...store.format import bytes_of, digest_of, pack_entry, tensor_digest
-from ...store.importance import TokenImportance
 from ...store.tiers.base import EntryFault, Source, as_fault
+from .importance import TokenImportance
 
 BLOCKS = "hf_blend.blocks/4"
 BLOCK_TOKENS = 16

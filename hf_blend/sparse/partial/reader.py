@@ -5,12 +5,16 @@
 from collections.abc import Sequence
 from weakref import finalize
 
+from torch import Tensor
+
 from ...store import ChunkStore
 from ...store.chunk import ChunkKey, ChunkKV, Layout
+from ...store.format import hash_namespace
 from ...store.store import OpenEntry
 from ...store.stream import LayerReader
 from ...store.tiers.base import EntryFault
 from .blocked import BLOCK_TOKENS, BlockFormat, has_blocks
+from .importance import TokenImportance
 from .layers import PartialLayers, Recompute
 
 REPORTED_CHUNKS = 4096  # that `reorder` knows of
@@ -19,9 +23,11 @@ FIRST_REQUESTS = 4  # after which a chunk is ordered first; then after twice as 
 
 def keep_in_blocks(store: ChunkStore, block_tokens: int = BLOCK_TOKENS, reorders: bool = False) -> "PartialReader":
     """Have a store write chunks in blocks, and give them to requests as `PartialLayers`."""
-    blocks = BlockFormat(store.format.codec, store.importance, block_tokens)
+    path = store.folder / "index" / f"{hash_namespace(store.namespace)[:16]}.importance" if store.folder else None
+    importance = TokenImportance(path)
+    blocks = BlockFormat(store.format.codec, importance, block_tokens)
     store.format = blocks
-    store.layer_reader = reader = PartialReader(store, blocks, reorders)
+    store.layer_reader = reader = PartialReader(store, blocks, importance, reorders)
     return reader
 
 
@@ -35,9 +41,12 @@ class PartialReader(LayerReader):
     uses_memory = False
     reads_importance = True
 
-    def __init__(self, store: ChunkStore, blocks: BlockFormat, reorders: bool = False) -> None:
+    def __init__(
+        self, store: ChunkStore, blocks: BlockFormat, importance: TokenImportance, reorders: bool = False
+    ) -> None:
         self._store = store
         self._format = blocks
+        self.importance = importance
         self._reorders = reorders
         self._near = store.tiers[0]
         self._reported: dict[str, ChunkKey] = {}  # since they were written; the oldest are forgotten first
@@ -79,12 +88,13 @@ class PartialReader(LayerReader):
         self._reported.pop(chunk.key.digest, None)
         self._store.replace(self._near, self._format.pack(chunk, order))
 
-    def importance_changed(self, key: ChunkKey) -> None:
-        """Remember that a chunk was reported, and write it in a new order if that was often enough."""
+    def record_attention(self, key: ChunkKey, scores: Tensor) -> None:
+        """Average what a request found, and write the chunk in a new order if it was reported often enough."""
+        self.importance.record(key.digest, scores)
         self._reported[key.digest] = key
         if len(self._reported) > REPORTED_CHUNKS:
             del self._reported[next(iter(self._reported))]
-        record = self._store.importance.get(key.digest)
+        record = self.importance.get(key.digest)
         if self._reorders and record is not None and is_due(record.requests):
             self._reorder(key)
 
@@ -100,6 +110,10 @@ class PartialReader(LayerReader):
             return False
         self.write_blocks(chunk)
         return True
+
+    def close(self) -> None:
+        """Keep what requests reported for the next process."""
+        self.importance.save()
 
 
 def is_due(requests: int) -> bool:

@@ -27,7 +27,6 @@ _NO_STORAGE = frozenset(  # file systems inside others, or of one document
 _TIMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
 _IDENTITY = ("ETag", "etag", "ino", "size", *_TIMES)
 _WAIT_S = 5.0  # for a connection, and for each part of an answer
-_UNFINISHED_S = 24 * 3600.0
 
 
 class FsspecTier(RemoteTier, Tier):
@@ -119,23 +118,6 @@ class FsspecTier(RemoteTier, Tier):
             if is_name(name) and path.endswith(_SUFFIX):
                 found[name] = _stat(info)
         return found
-
-    def remove_orphans(self) -> int:
-        """Remove what writers left unfinished more than a day ago, where files are moved to their place."""
-        if self._puts_whole:
-            return 0
-        with contextlib.suppress(OSError):
-            return self._ask(self._reclaim)
-        return 0
-
-    def _reclaim(self) -> int:
-        removed = 0
-        with contextlib.suppress(FileNotFoundError):
-            for path, info in self._files.find(f"{self._root}/incoming", detail=True).items():
-                if path.endswith(".tmp") and time.time() - _stat(info).created > _UNFINISHED_S:
-                    self._files.rm_file(path)
-                    removed += 1
-        return removed
 
     def _path(self, name: str) -> str:
         return f"{self._root}/objects/{name}{_SUFFIX}"

@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much attention stored tokens get, over requests, evictions and restarts.
 
-Requests report what their questions look at; moving averages of it decide which tokens share blocks (`sparse.partial`)
-and which chunks stay in a full tier (`store.eviction.importance`). The file may be lost, stale or damaged at no harm:
-it decides about time, never about KV.
+Requests report what their questions look at; moving averages of it decide which tokens share blocks. The file may be
+lost, stale or damaged at no harm: it decides about time, never about KV.
 """
 
 import contextlib
@@ -18,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .format import EntryFile, pack_entry
-from .tiers.base import EntryFault, as_fault
-from .tiers.files import open_regular, write_atomically
+from ...store.format import EntryFile, pack_entry
+from ...store.tiers.base import EntryFault, as_fault
+from ...store.tiers.files import open_regular, write_atomically
 
 __all__ = ["TokenImportance", "TokenRecord"]
 
@@ -29,17 +28,16 @@ logger = logging.getLogger(__name__)
 NEW_SHARE = 0.2  # of the newest request in the moving averages
 CAP_TOKENS = 1 << 24  # whose averages are known, 32 MiB; chunks that were not reported for longest leave first
 SAVE_EVERY = 1024  # reports
-KIND = "hf_blend.importance/2"
+KIND = "hf_blend.importance/3"
 _MAX = float(np.finfo(np.float16).max)
 
 
 @dataclass
 class TokenRecord:
-    """Averages over the requests that reported a chunk: scores `[tokens]` in float16, and the important share."""
+    """Averages over the requests that reported a chunk: scores `[tokens]` in float16."""
 
     scores: np.ndarray
     requests: int
-    share: float
 
 
 class TokenImportance:
@@ -52,7 +50,7 @@ class TokenImportance:
         self._is_loaded = path is None
         self._lock = threading.RLock()
 
-    def record(self, digest: str, scores: Tensor, share: float) -> None:
+    def record(self, digest: str, scores: Tensor) -> None:
         """Average what one request found with what was known.
 
         Shapes: scores `[tokens]`.
@@ -62,12 +60,11 @@ class TokenImportance:
             self._load()
             old = self._records.pop(digest, None)
             if old is None or len(old.scores) != len(new):
-                record = TokenRecord(new.astype(np.float16), 1, share)
+                record = TokenRecord(new.astype(np.float16), 1)
             else:
                 average = old.scores.astype(np.float32)
                 average += NEW_SHARE * (new - average)
-                share = old.share + NEW_SHARE * (share - old.share)
-                record = TokenRecord(average.astype(np.float16), old.requests + 1, share)
+                record = TokenRecord(average.astype(np.float16), old.requests + 1)
             self._tokens -= len(old.scores) if old else 0
             self._keep(digest, record)
             self._unsaved += 1
@@ -97,7 +94,6 @@ class TokenImportance:
                 "digests": torch.from_numpy(digests),
                 "tokens": torch.tensor([len(record.scores) for record in records]),
                 "requests": torch.tensor([record.requests for record in records]),
-                "shares": torch.tensor([record.share for record in records], dtype=torch.float64),
                 "scores": torch.from_numpy(
                     np.concatenate([np.zeros(0, np.float16), *(record.scores for record in records)])
                 ),
@@ -133,18 +129,16 @@ class TokenImportance:
         with contextlib.closing(source):
             tensors = EntryFile(source, KIND, 4 * self._cap_tokens + (1 << 26)).tensors()
         with as_fault("the importance of tokens"):
-            digests, tokens, requests, shares, scores = (tensor.numpy() for tensor in tensors.values())
+            digests, tokens, requests, scores = (tensor.numpy() for tensor in tensors.values())
             scores = scores.astype(np.float16)
             are_counts = (requests >= 1).all() and (tokens >= 0).all()
-            if not (are_counts and np.isfinite(scores).all() and (shares >= 0).all() and (shares <= 1).all()):
-                raise EntryFault("format", "scores, shares or counts cannot be those of tokens")
+            if not (are_counts and np.isfinite(scores).all()):
+                raise EntryFault("format", "scores or counts cannot be those of tokens")
             parts = np.split(scores, tokens.cumsum()[:-1])
-            rows = zip(digests, tokens, requests, shares, parts, strict=True)
-            records = [
-                (digest.tobytes().hex(), TokenRecord(token_scores, int(times), float(share)))
-                for digest, count, times, share, token_scores in rows
-                if len(token_scores) == count
-            ]
+            records = []
+            for digest, count, times, token_scores in zip(digests, tokens, requests, parts, strict=True):
+                if len(token_scores) == count:
+                    records.append((digest.tobytes().hex(), TokenRecord(token_scores, int(times))))
         if len(records) != len(tokens):
             raise EntryFault("format", f"{len(records)} chunks have their scores, {len(tokens)} are expected")
         return records
