@@ -268,15 +268,20 @@ def causal(subject: CheckedModel) -> CheckResult:
 
     Logits that are no numbers are for the other checks.
     """
-    ids = torch.tensor([subject.prompts[0].ids], device=input_device(subject.model))
-    pair = ids, torch.cat((ids[:, :-1], ids[:, :1]), dim=1)
-    before, after = (subject.model(ids, use_cache=False).logits[:, :-1] for ids in pair)
-    ahead, bound = norm_error(after, before), allowed_of(LOGITS, subject.model.dtype)
+    model = subject.model
+    ids = torch.tensor([subject.prompts[0].ids], device=input_device(model))
+    changed = torch.cat((ids[:, :-1], ids[:, :1]), dim=1)
+    before = model(ids, use_cache=False).logits
+    after = model(changed, use_cache=False).logits
+    ahead = norm_error(after[:, :-1], before[:, :-1])
+    bound = allowed_of(LOGITS, model.dtype)
     detail = (
         "its tokens see those behind them. Another last token moves the logits of the others by "
         f"{ahead:.2g} of their size, where at most {bound:.2g} is expected."
     )
-    return CheckResult(ahead, bound, detail) if bound < ahead < float("inf") else CheckResult(0.0, bound)
+    if bound < ahead < float("inf"):
+        return CheckResult(ahead, bound, detail)
+    return CheckResult(0.0, bound)
 
 
 @check(first_use="blend")

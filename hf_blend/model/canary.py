@@ -89,8 +89,9 @@ def _numbers(model: nn.Module) -> str:
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(0, text_config(model).vocab_size, (1, TOKENS), generator=draw)
     parts = []
-    kept = [states for states in capture(model, ids).layers if states][-1]
-    for states in (kept[0], kept[-1]):
+    layers = capture(model, ids).layers
+    last = [states for states in layers if states][-1]
+    for states in (last[0], last[-1]):
         by_token = states[0].transpose(0, 1).flatten(1).float().cpu()  # [tokens, heads · width]
         signs = torch.randint(0, 2, (by_token.shape[1], NUMBERS // 2), generator=draw).float() * 2 - 1
         parts.append(by_token @ signs / math.sqrt(len(signs)))

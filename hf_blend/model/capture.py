@@ -67,9 +67,12 @@ def capture_chunks(model: nn.Module, keys: Sequence[ChunkKey]) -> list[ChunkKV]:
     if others or not shared:
         captured, ends = _in_one_row(model, [_tokens(key) for key in keys])
         return [cut_chunk(captured, key, *end) for key, end in zip(keys, ends, strict=True)]
-    captured, (_, *ends) = _in_one_row(model, [shared, *(key.token_ids for key in keys)], len(shared))
-    own = zip(keys, ends, strict=True)
-    return [cut_chunk(captured, key, start - len(shared), end) for key, (start, end) in own]
+    texts = [key.token_ids for key in keys]
+    captured, ends = _in_one_row(model, [shared, *texts], len(shared))
+    chunks = []
+    for key, (start, end) in zip(keys, ends[1:], strict=True):
+        chunks.append(cut_chunk(captured, key, start - len(shared), end))
+    return chunks
 
 
 def _tokens(key: ChunkKey) -> tuple[int, ...]:
@@ -93,9 +96,14 @@ def _in_one_row(
     No text sees another. But all see the first, if it is `shared`: then that is the number of its tokens.
     """
     ends = list(pairwise(accumulate(map(len, texts), initial=0)))
-    positions = [torch.arange(len(text)) + (shared if at else 0) for at, text in enumerate(texts)]
-    ids, starts = torch.tensor([[token for text in texts for token in text]]), [start for start, _ in ends]
-    return capture(model, ids, torch.cat(positions)[None], starts=starts, shared=shared), ends
+    ids = [token for text in texts for token in text]
+    starts = [start for start, _ in ends]
+    positions = []
+    for start, end in ends:
+        first = shared if start else 0
+        positions += range(first, first + end - start)
+    captured = capture(model, torch.tensor([ids]), torch.tensor([positions]), starts=starts, shared=shared)
+    return captured, ends
 
 
 def keeps_tokens_alone(model: nn.Module) -> bool:
@@ -274,12 +282,19 @@ def _packed(model: nn.Module, otherwise: str, shared: int = 0) -> CheckResult:
     alone = CheckResult(float("inf"), 0.0, otherwise, refused=True, value=False)
     if not _may_pack(model) or not keeps_tokens_alone(model):
         return alone
-    own, neighbour, other, *before = text_ids(model, 3 * PROBE_TOKENS + shared).split(PROBE_TOKENS)
-    ends, again = list[Tensor](), list[Tensor]()
-    for between, copies in ((neighbour, ends), (other, again)):
-        captured, columns = _in_one_row(model, [text.tolist() for text in (*before, own, between, own)], shared)
-        spans = slice(*columns[-3]), slice(*columns[-1])
-        copies += (states[..., span, :] for layer in captured.layers for states in layer for span in spans)
-    errors = [relative_error(last, first) for first, last in zip(ends[::2], ends[1::2], strict=True)]
-    result = CheckResult(max(errors), allowed_of(KV, ends[0].dtype), value=True)
-    return result if result.passed and all(map(torch.equal, ends, again)) else alone
+    # The same text twice in a row, and another text between them in each of two rows
+    text, neighbour, other, *before = text_ids(model, 3 * PROBE_TOKENS + shared).split(PROBE_TOKENS)
+    rows = []
+    for between in (neighbour, other):
+        texts = [ids.tolist() for ids in (*before, text, between, text)]
+        captured, columns = _in_one_row(model, texts, shared)
+        first, last = slice(*columns[-3]), slice(*columns[-1])
+        states = [tensor for layer in captured.layers for tensor in layer]
+        rows.append([(tensor[..., first, :], tensor[..., last, :]) for tensor in states])
+    error = 0.0
+    for pair, pair_beside_another in zip(*rows, strict=True):
+        if not all(map(torch.equal, pair, pair_beside_another)):
+            return alone
+        error = max(error, relative_error(pair[1], pair[0]))
+    result = CheckResult(error, allowed_of(KV, rows[0][0][0].dtype), value=True)
+    return result if result.passed else alone

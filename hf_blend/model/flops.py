@@ -49,18 +49,21 @@ def layer_costs(model: nn.Module) -> list[LayerCost]:
 
 @torch.no_grad()
 def _measure(model: nn.Module) -> list[LayerCost]:
-    layers, cache = decoder_layers(model), full_cache(model)
+    layers = decoder_layers(model)
+    decoder = decoder_of(model)
+    cache = full_cache(model)
     extras = extras_of(model, len(layers))
-    before, after, always = ([0.0] * len(layers) for _ in range(3))
+    before = [0.0] * len(layers)
+    after = [0.0] * len(layers)
+    always = [0.0] * len(layers)
     reached: set[int] = set()  # the layers that have handed over their K and V
+    keyed = {index for index, layer in enumerate(cache.layers) if hasattr(layer, "keys")}
     update = cache.update
+    thread = threading.get_ident()  # others may run the model meanwhile
 
-    def noted(keys: Tensor, values: Tensor, index: int, *args: Any, **kwargs: Any) -> Any:
+    def updated(keys: Tensor, values: Tensor, index: int, *args: Any, **kwargs: Any) -> Any:
         reached.add(index)
         return update(keys, values, index, *args, **kwargs)
-
-    cache.update = noted
-    thread = threading.get_ident()  # others may run the model meanwhile
 
     def count(index: int, module: Any, *_: Any) -> None:
         if threading.get_ident() != thread:
@@ -69,29 +72,34 @@ def _measure(model: nn.Module) -> list[LayerCost]:
         side = after if index in reached else before
         if extra is not None and any(module is inner for inner in extra.module.modules()):
             widths = [projection.width for projection in extra.projections if projection.module is module]
-            side = always if not widths else before if widths[0] else after
+            if not widths:
+                side = always
+            elif widths[0]:
+                side = before
+            else:
+                side = after
         elif extra is not None and index not in keyed:
             side = after
         side[index] += 2.0 * module.in_features * module.out_features
 
-    keyed = {index for index, layer in enumerate(cache.layers) if hasattr(layer, "keys")} if cache.layers else set()
-    linears = (
-        (index, linear) for index, layer in enumerate(layers) for linear in layer.modules() if is_linear(linear)
-    )
+    # Count the products of four tokens
+    cache.update = updated
+    linears = []
+    for index, layer in enumerate(layers):
+        linears += [(index, module) for module in layer.modules() if is_linear(module)]
+    ids = torch.zeros((1, 4), dtype=torch.long, device=input_device(model))
     with hooked(linears, count):
-        device = input_device(model)
-        decoder_of(model)(
-            input_ids=torch.zeros((1, 4), dtype=torch.long, device=device), **cache_argument(decoder_of(model), cache)
-        )
-    for index, extra in enumerate(extras):
-        always[index] += 0.0 if extra is None else _scan(extra.module, cache.layers[index])
-    configs = layer_configs(text_config(model), len(layers))
-    attending = [
-        index in reached or (extras[index] is None and LayerInfo.of(layer).has_attention)
-        for index, layer in enumerate(layers)
-    ]
-    per_key = [_per_key(config) if attends else 0.0 for config, attends in zip(configs, attending, strict=True)]
-    return [LayerCost(*costs) for costs in zip(before, after, per_key, always, strict=True)]
+        decoder(input_ids=ids, **cache_argument(decoder, cache))
+    # Add what no linear module computes
+    costs = []
+    for index, config in enumerate(layer_configs(text_config(model), len(layers))):
+        extra = extras[index]
+        if extra is not None:
+            always[index] += _scan(extra.module, cache.layers[index])
+        attends = index in reached or (extra is None and LayerInfo.of(layers[index]).has_attention)
+        per_key = _per_key(config) if attends else 0.0
+        costs.append(LayerCost(before[index], after[index], per_key, always[index]))
+    return costs
 
 
 def _scan(mixer: nn.Module, states: Any) -> float:

@@ -8,10 +8,8 @@ import torch
 
 from ..errors import ConfigError
 from ..model.anatomy import full_cache, stock_cache
-from ..model.cache_keyword import cache_argument
 from ..model.checks import CheckResult, check, inconclusive, refused
-from ..model.placement import input_device
-from .model_under_test import ModelUnderTest, distance
+from .model_under_test import ModelUnderTest, continued, distance
 
 TURN_TOKENS = 8
 FIRST_TOKENS = 13  # are healed by a call of their own
@@ -25,11 +23,11 @@ def heal(subject: ModelUnderTest) -> CheckResult:
     Each request alone, behind its own prompt, with a further turn of 8 tokens; windows have rolled on by then. Stock
     prefills all tokens at once or in the same blocks: some models add up or mask otherwise in the turn.
     """
-    model, errors = subject.model, list[float]()
+    model = subject.model
+    errors = []
     for seed, prompt in enumerate(subject.prompts):
-        cache, turn = subject.cache(0.0), subject.ids(TURN_TOKENS, seed=900 + seed)
-        inputs = subject.inputs(cache, [prompt])
-        model(**inputs, **cache_argument(model, cache), use_cache=True, logits_to_keep=1)
+        cache = subject.cache(0.0)
+        subject.prefill(cache, [prompt])
         if not cache.report.reusable_tokens:
             return inconclusive("no token was reused, so nothing was healed")
         try:
@@ -38,13 +36,14 @@ def heal(subject: ModelUnderTest) -> CheckResult:
                 return CheckResult(float("inf"), 0.0, f"{left} of {len(prompt.ids)} tokens were not healed")
         except ConfigError as error:
             return refused(str(error))
-        device = input_device(model)
-        blocks = [torch.tensor([ids], device=device) for ids in (prompt.ids[:first], prompt.ids[first:], turn)]
-        got = model(blocks[-1], **cache_argument(model, cache), use_cache=True).logits[0].float()
+        # A further turn, behind the healed cache and of stock
+        turn = subject.ids(TURN_TOKENS, seed=900 + seed)
+        got = continued(model, turn, cache)
         longer = replace(prompt, question=(*prompt.question, *turn))
         expected = [subject.plain([longer])[0].logits[-TURN_TOKENS:]]
         for stock in (full_cache(model), stock_cache(model)):
-            logits = [model(ids, **cache_argument(model, stock), use_cache=True).logits[0].float() for ids in blocks]
-            expected.append(logits[-1])
+            continued(model, prompt.ids[:first], stock)
+            continued(model, prompt.ids[first:], stock)
+            expected.append(continued(model, turn, stock))
         errors.append(min(distance(got, logits) for logits in expected))
     return CheckResult(max(errors), subject.logit_tolerance)

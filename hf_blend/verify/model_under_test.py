@@ -167,20 +167,38 @@ class ModelUnderTest(CheckedModel):
 
 def measure_floor(model: nn.Module, prompts: Sequence[Prompt]) -> Floor:
     """Run the prompts plainly in several ways and compare."""
-    expected = [prefill(model, [prompt])[0] for prompt in prompts]
-    ways = [prefill(model, prompts), *(in_pieces(model, prompts, count) for count in PIECES)]
+    expected = prefill_alone(model, prompts)
+    ways = [prefill(model, prompts)]
+    for count in PIECES:
+        ways.append(in_pieces(model, prompts, count))
     with sdpa_kernel(SDPBackend.MATH):
-        ways += [[prefill(model, [prompt])[0] for prompt in prompts], prefill(model, prompts)]
+        ways.append(prefill_alone(model, prompts))
+        ways.append(prefill(model, prompts))
     other = "eager" if attention_of(model) != "eager" else "sdpa"
     if other in attentions(model):
         with attending(model, other):
-            ways += [[prefill(model, [prompt])[0] for prompt in prompts], prefill(model, prompts)]
-    pairs = [(run, other) for way in ways for run, other in zip(expected, way, strict=True)]
-    return Floor(
-        max(distance(run.logits, other.logits) for run, other in pairs),
-        max(states_apart(run.layers[:1], other.layers[:1]) for run, other in pairs),
-        max(states_apart(run.layers, other.layers) for run, other in pairs),
-    )
+            ways.append(prefill_alone(model, prompts))
+            ways.append(prefill(model, prompts))
+    logits = layer_0 = states = 0.0
+    for way in ways:
+        for run, again in zip(expected, way, strict=True):
+            logits = max(logits, distance(run.logits, again.logits))
+            layer_0 = max(layer_0, states_apart(run.layers[:1], again.layers[:1]))
+            states = max(states, states_apart(run.layers, again.layers))
+    return Floor(logits, layer_0, states)
+
+
+def prefill_alone(model: nn.Module, prompts: Sequence[Prompt]) -> list[PrefillLogits]:
+    """Run each prompt through the plain model."""
+    return [prefill(model, [prompt])[0] for prompt in prompts]
+
+
+@torch.no_grad()
+def continued(model: nn.Module, ids: Sequence[int], cache: Any) -> Tensor:
+    """Logits of more tokens of one prompt behind those of a cache, `[tokens, vocabulary]`, float32."""
+    tokens = torch.tensor([ids], device=input_device(model))
+    logits: Tensor = model(tokens, **cache_argument(model, cache), use_cache=True).logits
+    return logits[0].float()
 
 
 @torch.no_grad()
@@ -196,13 +214,13 @@ def prefill(model: nn.Module, prompts: Sequence[Prompt]) -> list[PrefillLogits]:
 @torch.no_grad()
 def in_pieces(model: nn.Module, prompts: Sequence[Prompt], count: int) -> list[PrefillLogits]:
     """Run each prompt alone, in pieces that continue each other's cache."""
-    done = []
+    runs = []
     for prompt in prompts:
-        cache, logits = full_cache(model), []
-        for piece in torch.tensor([prompt.ids], device=input_device(model)).tensor_split(count, dim=1):
-            logits.append(model(piece, **cache_argument(model, cache), use_cache=True).logits.float())
-        done.append(_cut(torch.cat(logits, dim=1), cache, 0, len(prompt.ids)))
-    return done
+        cache = full_cache(model)
+        pieces = torch.tensor(prompt.ids).tensor_split(count)
+        logits = [continued(model, piece.tolist(), cache) for piece in pieces]
+        runs.append(_cut(torch.cat(logits)[None], cache, 0, len(prompt.ids)))
+    return runs
 
 
 def placed(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -29,17 +29,22 @@ def moved_chunk(subject: ModelUnderTest) -> CheckResult:
     if states_apart(_moved(subject, chunk, prefix_tokens), chunk.layers):
         return violations(["a chunk that is moved by 0 has other bits"])
     got = _moved(subject, chunk, FAR)
-    for index, (moved, stored, style) in enumerate(zip(got, chunk.layers, subject.styles, strict=True)):
-        if len(stored) > 1 and not torch.equal(moved[1 - style.slot], stored[1 - style.slot]):
-            return violations(
-                [f"the values of layer {index}, which nothing rotates, have other bits"]
-            )
+    for index, style in enumerate(subject.styles):
+        stored = chunk.layers[index]
+        values = 1 - style.slot
+        if len(stored) > 1 and not torch.equal(got[index][values], stored[values]):
+            return violations([f"the values of layer {index}, which nothing rotates, have other bits"])
     # The same tokens, run at the new position
     ids = (*subject.chunk_prefix_ids, *subject.ids(CHUNK_TOKENS, seed=7))
-    positions = torch.arange(len(ids), device=input_device(subject.model)) + FAR - prefix_tokens
-    layers = capture(subject.model, torch.tensor([ids]), positions[None]).layers
-    there = [tuple(states[0, :, prefix_tokens:] for states in layer) for layer in layers]
-    largest = max(float(states.abs().amax()) for layer in there for states in layer)
+    first = FAR - prefix_tokens
+    positions = torch.arange(first, first + len(ids), device=input_device(subject.model))
+    captured = capture(subject.model, torch.tensor([ids]), positions[None])
+    there = []
+    largest = 0.0
+    for layer in captured.layers:
+        expected = tuple(states[0, :, prefix_tokens:] for states in layer)
+        there.append(expected)
+        largest = max(largest, *(float(states.abs().amax()) for states in expected), 0.0)
     allowed = FLOORS * subject.floor.states + largest * rounding(subject.dtype, 6, moves=1)
     return CheckResult(states_apart(got, there), allowed)
 

@@ -7,11 +7,9 @@ from torch import Tensor
 from transformers import Cache
 
 from ..model.anatomy import full_cache, stock_cache
-from ..model.cache_keyword import cache_argument
 from ..model.checks import Blended, CheckResult, check, kv_of
-from ..model.placement import input_device
 from ..prompt.pieces import Prompt
-from .model_under_test import ModelUnderTest, distance
+from .model_under_test import ModelUnderTest, continued, distance
 
 
 @check()
@@ -31,8 +29,11 @@ def prefix_cache(subject: ModelUnderTest) -> CheckResult:
 def _prefix_error(subject: ModelUnderTest, prefix: tuple[int, ...]) -> float:
     prompt = Prompt(prefix, subject.prompts[0].chunks[:1], subject.prompts[0].question)
     got = subject.blend([prompt], 0.0, chunk_prefix_ids=prefix)
-    stocks = [full_cache(subject.model), stock_cache(subject.model)]
-    return min(_cache_error(got, _after_chunk(subject, prompt, stock), stock) for stock in stocks)
+    errors = []
+    for stock in (full_cache(subject.model), stock_cache(subject.model)):
+        logits = _after_chunk(subject, prompt, stock)
+        errors.append(_cache_error(got, logits, stock))
+    return min(errors)
 
 
 def _after_chunk(subject: ModelUnderTest, prompt: Prompt, stock: Cache) -> Tensor:
@@ -41,26 +42,24 @@ def _after_chunk(subject: ModelUnderTest, prompt: Prompt, stock: Cache) -> Tenso
     A product of one row may round unlike that of many, so the prefix's columns come from a forward of it alone, as
     they do in a store, where many chunks share it.
     """
-    _continued(subject, prompt.prefix + prompt.chunks[0], stock)
+    continued(subject.model, prompt.prefix + prompt.chunks[0], stock)
     if prompt.prefix:
-        alone, tokens = full_cache(subject.model), len(prompt.prefix + prompt.chunks[0])
-        _continued(subject, prompt.prefix, alone)
+        alone = full_cache(subject.model)
+        tokens = len(prompt.prefix + prompt.chunks[0])
+        continued(subject.model, prompt.prefix, alone)
         for layer, own in zip(filter(None, kv_of(stock)), filter(None, kv_of(alone)), strict=True):
             forgotten = tokens - layer[0].shape[2]  # outside of the window
             count = max(0, len(prompt.prefix) - forgotten)
             if count:
                 for states, of_prefix in zip(layer, own, strict=True):
                     states[:, :, :count] = of_prefix[:, :, -count:]
-    return _continued(subject, prompt.question, stock)
-
-
-def _continued(subject: ModelUnderTest, ids: tuple[int, ...], cache: Cache) -> Tensor:
-    tokens = torch.tensor([ids], device=input_device(subject.model))
-    return subject.model(tokens, **cache_argument(subject.model, cache), use_cache=True).logits.float()
+    return continued(subject.model, prompt.question, stock)
 
 
 def _cache_error(got: Blended, logits: Tensor, stock: Cache) -> float:
-    pairs = [(got.logits, logits)]
+    error = distance(got.logits[0], logits)
     for mine, stocked in zip(filter(None, got.layers), filter(None, kv_of(stock)), strict=True):
-        pairs += [(keys[:, :, -other.shape[2] :], other) for keys, other in zip(mine, stocked, strict=True)]
-    return max(distance(*pair) for pair in pairs)
+        for states, other in zip(mine, stocked, strict=True):
+            held = states[:, :, -other.shape[2] :]
+            error = max(error, distance(held, other))
+    return error

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 
 from .. import plugins
 from ..model.anatomy import LayerCall, decoder_layers, full_cache
@@ -59,11 +59,15 @@ def _fused_error(subject: ModelUnderTest, prompts: Sequence[Prompt], ratio: floa
     if _keeps_more(subject):
         return _stale_error(subject, prompts, ratio, selector)
     got = subject.blend(prompts, ratio, selector=selector)
-    dense = _Spliced(got, unchosen(got), _check_layer(got) if ratio else -1)
-    expected = subject.model(
-        **subject.inputs(subject.cache(0.0), prompts), **cache_argument(subject.model, dense), use_cache=True
-    ).logits
-    return distance(got.logits, expected[:, -got.logits.shape[1] :].float())
+    last_fresh = _check_layer(got) if ratio else -1
+    return distance(got.logits, _dense_logits(subject, got, _Spliced(got, unchosen(got), last_fresh)))
+
+
+def _dense_logits(subject: ModelUnderTest, got: Blended, cache: Cache) -> Tensor:
+    """Logits of the questions' rows where the model runs all tokens with another cache."""
+    inputs = subject.inputs(subject.cache(0.0), got.prompts)
+    logits: Tensor = subject.model(**inputs, **cache_argument(subject.model, cache), use_cache=True).logits
+    return logits[:, -got.logits.shape[1] :].float()
 
 
 class _Spliced(DynamicCache):
@@ -71,7 +75,9 @@ class _Spliced(DynamicCache):
 
     def __init__(self, got: Blended, slots: Tensor, check_layer: int) -> None:
         super().__init__()
-        self._got, self._slots, self._check_layer = got, slots[:, None, :, None], check_layer
+        self._got = got
+        self._slots = slots[:, None, :, None]
+        self._check_layer = check_layer
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> KV:
         """Append, then put the stored K and V over the tokens that were not chosen."""
@@ -88,19 +94,19 @@ def _stale_error(subject: ModelUnderTest, prompts: Sequence[Prompt], ratio: floa
     """How far a blended forward is from the dense one."""
     got = subject.blend(prompts, ratio, selector=selector)
     alone = _inputs_alone(subject, got)
-    slots, first = unchosen(got).to(input_device(subject.model)), _first_stale_layer(got) + 1
+    slots = unchosen(got).to(input_device(subject.model))
+    first = _first_stale_layer(got) + 1
 
     def swap(index: int, hidden: Tensor) -> Tensor:
         layer = index % subject.num_layers
+        if layer < first:
+            return hidden
         flat = _by_token(hidden, slots.shape[1])
-        return torch.where(slots[..., None], alone[index], flat).view_as(hidden) if layer >= first else hidden
+        return torch.where(slots[..., None], alone[index], flat).view_as(hidden)
 
     with _inputs(subject, swap):
-        inputs = subject.inputs(subject.cache(0.0), prompts)
-        expected = subject.model(
-            **inputs, **cache_argument(subject.model, full_cache(subject.model)), use_cache=True
-        ).logits
-    return distance(got.logits, expected[:, -got.logits.shape[1] :].float())
+        expected = _dense_logits(subject, got, full_cache(subject.model))
+    return distance(got.logits, expected)
 
 
 def _check_layer(got: Blended) -> int:
@@ -111,12 +117,11 @@ def _check_layer(got: Blended) -> int:
 
 def _first_stale_layer(got: Blended) -> int:
     """The layer at which tokens were chosen: the first from the check layer on that keeps anything of a token."""
-    first = _check_layer(got)
-    return next(
-        index
-        for index, layer in enumerate(got.cache.layers)
-        if index >= first and (getattr(layer, "keys", None) is not None or hasattr(layer, "recurrent_states"))
-    )
+    index = _check_layer(got)
+    layers = got.cache.layers
+    while getattr(layers[index], "keys", None) is None and not hasattr(layers[index], "recurrent_states"):
+        index += 1
+    return index
 
 
 def _inputs_alone(subject: ModelUnderTest, got: Blended) -> list[Tensor]:
@@ -125,11 +130,11 @@ def _inputs_alone(subject: ModelUnderTest, got: Blended) -> list[Tensor]:
     alone = [Tensor()] * (2 * subject.num_layers)
 
     def record(index: int, hidden: Tensor, row: int, start: int, count: int) -> Tensor:
-        states, flat = alone[index], _by_token(hidden, len(subject.chunk_prefix_ids) + count)
-        if not states.numel():
+        flat = _by_token(hidden, len(subject.chunk_prefix_ids) + count)
+        if not alone[index].numel():
             shape = (*flat.shape[:-3], len(got.prompts), width, flat.shape[-1])
-            states = alone[index] = flat.new_zeros(shape)
-        states[..., row, start : start + count, :] = flat[..., 0, -count:, :]
+            alone[index] = flat.new_zeros(shape)
+        alone[index][..., row, start : start + count, :] = flat[..., 0, -count:, :]
         return hidden
 
     for row, prompt in enumerate(got.prompts):
