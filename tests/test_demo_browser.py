@@ -230,18 +230,3 @@ def test_no_tab_has_serious_barrier(visit, artefacts, size, dark):
         found = axe.Axe().run(seen.page, context={"exclude": [[".hb-token"]]}).response["violations"]
         serious = [one for one in found if one["impact"] in ("serious", "critical")]
         assert not serious, [(one["id"], [node["html"] for node in one["nodes"]]) for one in serious]
-
-
-def test_asking_gives_three_answers_and_marks_what_was_recomputed(visit, artefacts):
-    seen = visit()
-    seen.short()
-    seen.ask()
-    assert seen.answer("full prefill") == ANSWERS[FIRST]
-    assert seen.answer("full reuse")
-    assert "ms" in seen.panel("full reuse").locator(".hb-figures").inner_text()
-    few = seen.chosen()
-    seen.page.locator("#hb-ratio input[type=number]").fill("0.9")
-    seen.ask()
-    assert seen.answer("blend")
-    seen.chosen_more_than(few)
-    seen.page.screenshot(path=artefacts / "answers.png", full_page=True)

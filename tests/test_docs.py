@@ -16,14 +16,13 @@ import measured
 import pictures
 import pytest
 import tables
-import torch
 from calls import count_calls
 from tables import PLACE, filled, load_result
 
 import hf_blend
 from hf_blend import BlendConfig, ChunkStore, plugins
 from hf_blend.errors import MissingExtraError
-from tests.chat_templates import ASKED, CHATML, DOCUMENTS, QUESTION, small_tokenizer
+from tests.chat_templates import CHATML, DOCUMENTS, QUESTION
 from tests.conftest import slow_but
 
 from .test_cli import understood
@@ -232,21 +231,6 @@ def test_example_runs_and_prints(program, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(program)])
     runpy.run_path(str(program), run_name="__main__")
     assert capsys.readouterr().out.strip()
-
-
-def test_custom_generate_folder_takes_messages(tiny_model):
-    tokenizer = small_tokenizer("spaces")
-    tokenizer.chat_template = CHATML
-    model = tiny_model(vocab_size=len(tokenizer), num_hidden_layers=2, max_position_embeddings=2048)
-    program = ROOT / "examples" / "custom_generate" / "custom_generate" / "generate.py"
-    generate = runpy.run_path(str(program))["generate"]
-    store = ChunkStore.open("memory://")
-    settings = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
-    request = {"tokenizer": tokenizer, "messages": [ASKED], "documents": DOCUMENTS, "recompute_ratio": 1.0}
-    output = generate(model, store=store, **request, **settings)
-    prompt = tokenizer.apply_chat_template([ASKED], add_generation_prompt=True, return_tensors="pt")["input_ids"]
-    assert torch.equal(output, model.generate(prompt, **settings))
-    assert len(store) == 4
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from hf_blend import plugins
 from hf_blend.errors import ConfigError, PromptError
 from hf_blend.evaluation.rows import read_rows
 from hf_blend.evaluation.tasks.base import Sample, Shape, Task, polished
-from tests.asking import jsonl, raising
+from tests.asking import raising
 
 TASKS = ("hotpotqa", "multi-news", "musique", "needle", "samsum", "wikimqa")
 INSTRUCTION = (733, 16289, 28793)
@@ -86,15 +86,6 @@ def test_question_prompt_is_published_one_piece_by_piece(published, mistral_toke
     assert first.answers == tuple(source[0]["answers"])
 
 
-def test_samsum_leaves_out_what_does_not_fit_and_summarises_without_question(tmp_path):
-    parts = ["word " * 3401], ["a " * 3400, "b"], ["a", "b " * 3400]
-    path = jsonl(tmp_path / "rows.jsonl", *[row(chunks=chunks) for chunks in parts])
-    found = task("samsum", data=path).samples()
-    assert [(one.id, list(map(len, one.chunks))) for one in found] == [("2", [3400]), ("3", [1])]
-    made = task("samsum", data=jsonl(tmp_path / "rows.jsonl", row(question=""))).samples()[0]
-    assert made.question == encoded(Words(), "Summary:")
-
-
 @pytest.mark.parametrize("name", TASKS)
 def test_every_task_reads_every_real_file_or_says_why_not(published, mistral_tokenizer, name):
     for path in sorted(published.glob("**/*.jsonl")):
@@ -155,37 +146,6 @@ def test_shape_that_makes_no_sense_is_refused():
 
 # Rows of the hub in their own columns, files of one object per line, and what is no good.
 
-CONTEXT = {"title": ["Ann", "Bob"], "sentences": [["Ann is.", " She sings."], ["Bob is."]]}
-ROWS_OF_THE_HUB = {
-    "hotpotqa": (
-        ("hotpotqa/hotpot_qa", "distractor", "validation"),
-        {"id": "5a8b", "question": "Who sings?", "answer": "Ann", "type": "bridge", "level": "hard",
-         "supporting_facts": {"title": ["Ann"], "sent_id": [1]}, "context": CONTEXT},
-        ["Ann\n\nAnn is. She sings.", "Bob\n\nBob is."], ["Ann"],
-    ),
-    "wikimqa": (
-        ("framolfese/2WikiMultihopQA", None, "validation"),
-        {"id": "13f5", "question": "Who sings?", "answer": "Ann", "type": "comparison",
-         "supporting_facts": {"title": ["Ann"], "sent_id": [1]},
-         "context": {"title": ["Ann", "Bob"], "sentences": [["Ann is.", "She sings."], ["Bob is."]]}},
-        ["Ann\n\nAnn is. She sings.", "Bob\n\nBob is."], ["Ann"],
-    ),
-    "musique": (
-        ("dgslibisey/MuSiQue", None, "validation"),
-        {"id": "2hop__1", "question": "Who sings?", "answer": "Ann", "answer_aliases": ["Annie"], "answerable": True,
-         "question_decomposition": [{"id": 1, "question": "x", "answer": "Ann", "paragraph_support_idx": 0}],
-         "paragraphs": [{"idx": 0, "title": "Ann", "paragraph_text": "She sings.", "is_supporting": True},
-                        {"idx": 1, "title": "Bob", "paragraph_text": "Bob is.", "is_supporting": False}]},
-        ["Ann\n\nShe sings.", "Bob\n\nBob is."], ["Ann", "Annie"],
-    ),
-    "multi-news": (
-        ("Awesome075/multi_news_parquet", None, "test"),
-        {"document": "Ann sings. ||||| Bob is. |||||", "summary": "Ann sings"},
-        ["Ann sings.", "Bob is."], ["Ann sings"],
-    ),
-}  # fmt: skip
-
-
 @pytest.fixture
 def hub(monkeypatch):
     """Stands in for the hub: calls are noted, rows come as they were put there."""
@@ -200,20 +160,6 @@ def hub(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     return asked, held
-
-
-@pytest.mark.parametrize("name", ROWS_OF_THE_HUB)
-def test_row_of_hub_becomes_passages_question_and_answers(hub, name):
-    (where, source, chunks, answers), (asked, held) = ROWS_OF_THE_HUB[name], hub
-    held[where[2]] = [source]
-    made = task(name)
-    (found,) = made.rows()
-    assert found["chunks"] == chunks
-    assert found["answers"] == answers
-    assert asked == [where]
-    (sample,) = made.samples()
-    assert sample.answers == tuple(answers)
-    assert len(sample.chunks) == len(chunks)
 
 
 @pytest.mark.parametrize("error", [ConnectionError("offline"), RuntimeError("scripts are no longer supported")])

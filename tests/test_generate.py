@@ -124,16 +124,6 @@ def test_batch_of_prompts_found_by_content_may_hit_differently_from_row_to_row(s
         assert torch.equal(together[row], answers(model, {"input_ids": torch.tensor([tokens])}, single)[0])
 
 
-def test_history_masks_what_row_was_padded_with_that_ended_earlier(shared_model, tokenizer):
-    model = shared_model()
-    cache, inputs = prepared(model, *REQUESTS[:2], recompute_ratio=1.0)
-    output = run(model, inputs, cache)
-    output[1, -4:] = tokenizer.pad_token_id
-    again = cache.inputs(tokenizer, chunks=[[], []], question=[[5, 6], [7, 8]], history=output)["attention_mask"]
-    assert again[:, -6:].tolist() == [[1] * 6, [0] * 4 + [1] * 2]
-    assert torch.equal(again[:, : inputs["input_ids"].shape[1]], inputs["attention_mask"])
-
-
 # One keyword is enough: a callable, or a folder as people put them on the Hub.
 
 

@@ -99,20 +99,6 @@ def test_attend_does_not_fold_heads_that_see_different_keys(heads):
     check(attention_inputs(1, 70, 120), row_lines(additive, rows, 0, 120), additive[:, :, rows[0]])
 
 
-def test_attend_reads_keys_once_for_entries_that_are_same_memory(monkeypatch):
-    query, key, value = attention_inputs(3, 5, 40)
-    key = key[:1].expand(3, -1, -1, -1)
-    value = value[:1].expand(3, -1, -1, -1)
-    rows = scattered(3, 5, 40)
-    batches = []
-    sdpa = row_masks.scaled_dot_product_attention
-    counted = lambda query, *given, **more: batches.append(len(query)) or sdpa(query, *given, **more)  # noqa: E731
-    monkeypatch.setattr(row_masks, "scaled_dot_product_attention", counted)
-    dense = (torch.arange(40) <= rows[..., None])[:, None]
-    check((query, key, value), row_lines(None, rows, 0, 40), dense)
-    assert batches == [1]
-
-
 def test_row_that_sees_no_key_disturbs_no_other():
     seen = torch.ones(6, 6).tril().bool()
     states = attention_inputs(1, 6, 6)

@@ -157,22 +157,6 @@ def test_offloaded_layer_is_layer_on_its_device_whatever_is_done_with_it(tmp_pat
     assert held.resident_bytes == held.disk_bytes == 0
 
 
-def test_decoding_step_writes_no_more_than_its_own_tokens(model, tmp_path, monkeypatch):
-    written = []
-    append = AwayLayer.append
-
-    def counted(layer, keys, values):
-        written.append(len(keys))
-        append(layer, keys, values)
-
-    monkeypatch.setattr(AwayLayer, "append", counted)
-    ways = {**WAYS, "max_new_tokens": 80}
-    cache, _ = asked(model, memory(), ways=ways, selector="ramp", kv_device_map="disk", offload_folder=tmp_path)
-    prompt = 3 + 80 + 65 + 4
-    assert written == [prompt] * 4 + [GROW_TOKENS] * 4, "the prompt, and one block: the last tokens not yet"
-    assert cache.kv_memory.disk_bytes == (prompt + GROW_TOKENS) * 4 * ROW
-
-
 CASES = {
     "beams": ("llama", {"num_beams": 3}),
     "lookup": ("llama", {"prompt_lookup_num_tokens": 4}),

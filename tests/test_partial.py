@@ -157,7 +157,7 @@ def masked(model: Any, store: Any, hidden: list[torch.Tensor], settings: Any) ->
 
 
 @pytest.mark.parametrize("part", [0, 1])
-def test_a_flipped_bit_in_a_loaded_block_is_a_fault_and_in_another_is_not_read(model, store, part):
+def test_flipped_bit_in_loaded_block_is_fault_and_in_another_is_not_read(model, store, part):
     source, key = store.opened()[0]
     content = bytearray(source.content)
     reader = BlockReader(source, key)
@@ -185,7 +185,7 @@ CRAFTED = {
 
 
 @pytest.mark.parametrize(("change", "reason"), CRAFTED.values(), ids=CRAFTED)
-def test_crafted_blocks_cost_a_request_time_and_nothing_else(change, reason):
+def test_crafted_blocks_cost_request_time_and_nothing_else(change, reason):
     model = tiny_model("llama")
     tier = MemoryTier()
     store = Watched(tier)
@@ -201,7 +201,7 @@ def test_crafted_blocks_cost_a_request_time_and_nothing_else(change, reason):
 
 
 @given(st.integers(1, 40), st.integers(1, 12), st.randoms())
-def test_a_chunk_comes_back_from_its_blocks_in_any_order(tokens, block, random):
+def test_chunk_comes_back_from_its_blocks_in_any_order(tokens, block, random):
     chunk = random_chunk(2, tokens)
     order = list(range(tokens))
     random.shuffle(order)
@@ -213,7 +213,7 @@ def test_a_chunk_comes_back_from_its_blocks_in_any_order(tokens, block, random):
         assert torch.equal(got, chunk.layers[1][part][[1, 0]][:, reader.tokens_of(blocks)])
 
 
-def test_heads_in_any_order_are_those_heads_behind_a_fault_too():
+def test_heads_in_any_order_are_those_heads_behind_fault_too():
     chunk = random_chunk(3, 20)
     content = bytearray(in_blocks(chunk, range(19, -1, -1)))
     content[-1] ^= 1  # the values of the last head of layer 1
@@ -227,5 +227,5 @@ def test_heads_in_any_order_are_those_heads_behind_a_fault_too():
     assert layers._instead is chunk
 
 
-def test_probe_heads_follow_the_paper_and_the_number_of_heads():
+def test_probe_heads_follow_paper_and_number_of_heads():
     assert [probe_count(heads) for heads in (1, 2, 4, 8, 16, 32, 64)] == [1, 2, 2, 2, 2, 3, 6]

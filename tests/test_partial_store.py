@@ -176,7 +176,8 @@ def test_process_killed_while_it_writes_blocks_again_loses_none(model, tmp_path,
         keys = store.add(model, None, CHUNKS)
         child = os.fork()
         if not child:
-            replace, mine = os.replace, opened()
+            replace = os.replace
+            mine = opened()
             chunks = [mine.get(key) for key in keys]
 
             def killed(*paths):

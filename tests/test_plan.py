@@ -14,7 +14,6 @@ from hf_blend.prompt.pieces import Span
 BOS = (1,)
 A = tuple(range(10, 17))
 B = tuple(range(20, 25))
-C = tuple(range(30, 39))
 Q = (50, 51, 52)
 
 
@@ -127,17 +126,6 @@ def test_drop_makes_tokens_of_chunk_fresh_whatever_else_is_computed(planner):
     made = plan(planner(A, B), (*BOS, 5, *A, *B, *Q))
     made.drop(made.chunks[0])
     assert made.fresh(with_reusable=False).tolist() == [[True] * 9 + [False] * 5 + [True] * 3]
-
-
-def test_drop_counts_only_what_was_to_be_reused_before_rows_whose_logits_are_asked_for(planner):
-    row = (*BOS, 5, *A, *B, *Q)
-    made = planner(A, B).plan([PromptRow(row, len(row), 0)], len(row), logits_rows=5)  # two are of B
-    assert made.stored_counts == [7 + 3]
-    assert made.fresh_counts == [2 + 5]
-    made.drop(made.chunks[1])
-    assert made.stored_counts == [7]
-    assert made.fresh_counts == [2 + 8]
-    assert made.fresh(with_reusable=False).tolist() == [[True] * 2 + [False] * 7 + [True] * 8]
 
 
 def test_probe_computes_none_of_draft_behind_prompt(planner):

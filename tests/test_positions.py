@@ -4,12 +4,10 @@
 
 import itertools
 
-import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_blend.prefill.positions import PositionRun, find_runs
 from tests.asking import apart, memory, prepared
 from tests.conftest import shared_zoo_model, slow_but
 
@@ -191,21 +189,3 @@ def test_position_ids_of_prompt_in_parts_are_those_of_stock(family, cut, place):
         for got, known in zip(first_layer(cache), first_layer(true), strict=True):
             count = min(got.shape[2], known.shape[2])
             assert apart(got[:, :, -count:], known[:, :, -count:]) <= TOLERANCE
-
-
-def test_find_runs_finds_first_token_of_each_run_over_borders_of_parts():
-    columns = np.arange(4)
-    new, run = find_runs(np.stack((columns, columns + 2)), 0, 0)
-    assert new.starts.tolist() == [0] * 4
-    assert new.is_moved
-    assert run.start == 0
-    new, run = find_runs(np.stack((columns + 4, columns + 6)), 4, 4, run)
-    assert new.starts.tolist() == [0] * 4
-    assert run.start == 0
-    new, run = find_runs(np.stack((columns + 8, [10, 11, 13, 14])), 8, 8, run)
-    assert new.starts.tolist() == [0, 0, 10, 10]
-    assert run.start == 10
-    assert run.last.tolist() == [11, 14]
-    new, _ = find_runs(np.stack((columns + 4, columns + 4)), 4, 4, PositionRun(0, np.array([3, 3])))
-    assert new.starts.tolist() == [0] * 4
-    assert not new.is_moved

@@ -15,7 +15,6 @@ from hf_blend import ConfigError, SequenceCache, StoreError
 from hf_blend.context.session import load_session, save_session
 from tests import sequences
 from tests.asking import packed_by_hand, prompt, rotated
-from tests.conftest import slow_but
 from tests.sequences import fed
 from tests.test_sequence_ops import Lists, moves
 from tests.test_session import bits_of, check_refused, same
@@ -181,46 +180,6 @@ def test_scales_of_what_was_cropped_are_given_back():
         sizes.append(cache.nbytes)
         cache.crop(-128)
     assert len(set(sizes[1:])) == 1
-
-
-def tensors_in(one, seen):
-    """Bytes of all tensors that an object holds, each memory once."""
-    if isinstance(one, torch.Tensor):
-        seen[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
-    elif isinstance(one, dict):
-        for part in one.values():
-            tensors_in(part, seen)
-    elif isinstance(one, (list, tuple)):
-        for part in one:
-            tensors_in(part, seen)
-    elif type(one).__module__.startswith("hf_blend"):
-        tensors_in(vars(one), seen)
-    return seen
-
-
-SHARES = [(8, "bfloat16", 0.6), (8, "float32", 0.32), (4, "bfloat16", 0.38)]
-
-
-@pytest.mark.parametrize(("bits", "dtype", "share"), slow_but((4, "bfloat16", 0.38), among=SHARES))
-def test_bytes_of_long_prefix_with_eight_sequences_are_counted_and_few(bits, dtype, share):
-    model = tiny_model("llama", head_dim=64, num_hidden_layers=2, max_position_embeddings=8192)
-    model.to(getattr(torch, dtype))
-    caches = [SequenceCache(model, kv_bits=kv_bits) for kv_bits in (None, bits)]
-    for cache in caches:
-        fed(cache, prompt(4000))
-        cache.fork(8)
-        for step in range(4):
-            fed(cache, prompt(1, step, 8))
-    plain, packed = caches
-    assert packed.nbytes <= share * plain.nbytes
-    held = tensors_in([list(packed.layers)], {})
-    assert sum(held.values()) <= packed.nbytes, "nothing is held that is not counted"
-    for cache in caches:
-        cache.keep(0)
-        cache.shift(0, 2000, None, 7)
-        fed(cache, prompt(1, 9))
-    assert sum(tensors_in([list(packed.layers)], {}).values()) <= packed.nbytes
-    assert packed.nbytes <= share * plain.nbytes
 
 
 WRONG = {

@@ -159,7 +159,7 @@ def test_boundary_takes_each_chunk_from_its_edge(edge, expected):
     assert marked[0].nonzero().flatten().tolist() == expected
 
 
-def test_query_attention_is_the_mean_over_layers_heads_and_rows_of_the_question():
+def test_query_attention_is_mean_over_layers_heads_and_rows_of_question():
     seen = view()
     last = int(seen.columns[seen.reusable].max())
     columns = torch.tensor([[2, last + 1, last + 2]])  # of which the first is between chunks

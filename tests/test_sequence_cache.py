@@ -310,28 +310,6 @@ def test_samples_of_prompt_hold_it_once():
     assert cache.state()["ids"].numel() == 300 + 8 * 13
 
 
-def test_use_among_others_copies_nothing_but_where_most_would_be_hidden():
-    cache = filled(LLAMA, 200)
-    cache.fork(3)
-    check_forward(cache, prompt(4, 1, 3))
-    before = cache.nbytes
-    for number in (1, 0, 2):
-        cache.use(number)
-        check_forward(cache, prompt(1, number))
-    assert cache.nbytes == before
-    cache.use(0, 1, 2)
-    cache.crop(-3)
-    assert lengths(cache) == [202] * 3
-    check_forward(cache, prompt(2, 2, 3))
-    cache = filled(LLAMA, 10)
-    for number in (1, 2):
-        cache.use(number)
-        check_forward(cache, prompt(60, number))
-    cache.use(0)
-    check_forward(cache, prompt(1))
-    assert cache.layers[0].keys.shape[2] == 11
-
-
 def test_closest_names_sequence_with_longest_prefix_in_common():
     cache = filled(LLAMA)
     ids = prompt(24)[0].tolist()

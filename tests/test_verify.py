@@ -60,7 +60,7 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(("dtype", "attention"), [("float32", "sdpa"), pytest.param("bfloat16", "eager", marks=SLOW)])
-def test_checks_hold_for_a_llama(dtype, attention):
+def test_checks_hold_for_llama(dtype, attention):
     verdict = climbed("llama", dtype, attention, None)
     assert verdict.supported, verdict.reason
     assert [one.name for one in verdict.checks] == list(check_names())
@@ -68,7 +68,7 @@ def test_checks_hold_for_a_llama(dtype, attention):
 
 
 @pytest.mark.slow
-def test_checks_hold_for_a_real_model_within_its_floor(smollm2):
+def test_checks_hold_for_real_model_within_its_floor(smollm2):
     verdict = Verdict("smollm2")
     run_checks(verdict, smollm2[0], "float32", ["sdpa"], None)
     assert verdict.supported, verdict.reason
@@ -81,7 +81,7 @@ def test_checks_hold_for_a_real_model_within_its_floor(smollm2):
     ("family", "dtype", "attention"),
     [("qwen2", "bfloat16", "eager"), ("mistral", "bfloat16", "sdpa"), ("qwen3", "float32", "eager")],
 )
-def test_checks_of_a_family_hold_in_other_dtypes_and_attentions(family, dtype, attention):
+def test_checks_of_family_hold_in_other_dtypes_and_attentions(family, dtype, attention):
     verdict = climbed(family, dtype, attention, PER_FAMILY)
     assert verdict.supported, verdict.reason
     if dtype == "float32":
@@ -280,7 +280,7 @@ def test_checks_are_all_shown_to_fail():
     assert set(check_names()) == {rung for rung, *_ in BREAKS}
 
 
-def test_floor_of_bfloat16_is_measured_and_the_same_each_time():
+def test_floor_of_bfloat16_is_measured_and_same_each_time():
     floors = [ModelUnderTest(model_of("llama", "bfloat16")).floor for _ in range(2)]
     assert floors[0] == floors[1]
     assert 1e-3 < floors[0].logits < 0.1
@@ -288,7 +288,7 @@ def test_floor_of_bfloat16_is_measured_and_the_same_each_time():
     assert tried("whole_shift").tolerance == 4 * FLOAT32_LOGITS, "plain logits at other positions are further apart"
 
 
-def test_verify_refuses_a_model_that_cannot_be_blended_by_its_layer():
+def test_verify_refuses_model_that_cannot_be_blended_by_its_layer():
     for family, why in (("gpt2", "layer 0 of GPT2LMHeadModel cannot be"), ("mamba", "layer 0 of MambaForCausal")):
         verdict = verify(f"tiny:{family}", dtypes=["float32"])
         assert not verdict.supported
@@ -296,7 +296,7 @@ def test_verify_refuses_a_model_that_cannot_be_blended_by_its_layer():
         assert verdict.checks == []
 
 
-def test_verify_command_prints_one_json_document_of_a_type_or_a_folder(tmp_path, run):
+def test_verify_command_prints_one_json_document_of_type_or_folder(tmp_path, run):
     model_of("llama").save_pretrained(tmp_path)
     for name, given, count in (
         ("tiny:qwen3", ("--dtype", "float32"), 4),

@@ -41,7 +41,8 @@ def tensors_of(content: bytes) -> dict[str, tuple[int, int]]:
 
 
 def _bit(draw: random.Random, good: bytes, _: bytes) -> bytes:
-    bad, bit = bytearray(good), draw.randrange(len(good) * 8)
+    bad = bytearray(good)
+    bit = draw.randrange(len(good) * 8)
     bad[bit // 8] ^= 1 << bit % 8
     return bytes(bad)
 

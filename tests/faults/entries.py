@@ -22,10 +22,12 @@ class Files(FaultClass):
         touched = {}
         for _ in range(count):
             name, shelf = self.world.shelf(self.random)
-            place, way = self.random.randrange(len(shelf.entries)), self.random.choice(WAYS)
+            place = self.random.randrange(len(shelf.entries))
+            way = self.random.choice(WAYS)
             self.outcome.paths[way] += 1
             self.outcome.paths[name] += 1
-            entry, other = shelf.entries[place], shelf.other(self.random, place)
+            entry = shelf.entries[place]
+            other = shelf.other(self.random, place)
             if self.random.random() < 0.06:
                 kind = self.random.choice(list(NODES))
                 clear(entry.path)
@@ -58,7 +60,8 @@ class Changing(FaultClass):
             name, shelf = self.world.shelf(self.random)
             place = self.random.randrange(len(shelf.entries))
             kind = self.random.choices(list(changes), [5, 2, 1, 1])[0]
-            entry, other = shelf.entries[place], shelf.other(self.random, place)
+            entry = shelf.entries[place]
+            other = shelf.other(self.random, place)
             self.outcome.paths[name] += 1
             self.judge(kind, lambda: self._read(shelf, entry, lambda: changes[kind](entry, other)))  # noqa: B023
             shelf.put_back(place)

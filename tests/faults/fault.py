@@ -89,7 +89,8 @@ class FaultClass(ABC):
     kill_share: ClassVar[float] = 0.0
 
     def __init__(self, world: World, folder: Path) -> None:
-        self.world, self.folder = world, folder
+        self.world = world
+        self.folder = folder
         self.random = random.Random()
         self.outcome = Outcome()
         self.setup()
@@ -131,7 +132,8 @@ class FaultClass(ABC):
             verdict = Verdict.REFUSED if may_refuse else Verdict.CRASHED
             note = traceback.format_exc() if verdict in BROKEN else str(error)
         except Exception:
-            verdict, note = Verdict.CRASHED, traceback.format_exc()
+            verdict = Verdict.CRASHED
+            note = traceback.format_exc()
         self.record(kind, verdict, note)
         return verdict
 

@@ -115,7 +115,8 @@ class CallKills(Killing):
         self._calls, self._at, self._mode = 60, 1, MODES[0]
 
     def kill_one(self, capped: bool) -> list[int]:
-        acknowledged, first = [], self.outcome.kills * 1000
+        acknowledged = []
+        first = self.outcome.kills * 1000
         while True:
             self._at, self._mode = self.random.randint(1, self._calls), self.random.choice(MODES)
             child, pipe = fork(lambda tell: self._act(capped, first, tell))  # noqa: B023
@@ -125,7 +126,8 @@ class CallKills(Killing):
             if os.WIFSIGNALED(status):
                 self._calls = max(self._calls, self._at * 5 // 4)
                 return acknowledged
-            self._calls, first = max(20, self._at - 1), first + 10
+            self._calls = max(20, self._at - 1)
+            first = first + 10
 
     def _act(self, capped: bool, first: int, tell: Callable[[int], None]) -> None:
         store = self.opened(capped)
@@ -138,7 +140,8 @@ class CallKills(Killing):
         store.close()
 
     def _count_calls(self, real_write: Callable[..., int]) -> None:
-        left, mode = self._at, self._mode
+        left = self._at
+        mode = self._mode
 
         def counted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
@@ -246,7 +249,8 @@ class Races(FaultClass):
         draw = random.Random(seed)
         chunks = [drawn_chunk(number) for number in range(RACING_CHUNKS)]
         for _ in range(each):
-            chunk, act = draw.choice(chunks), draw.random()
+            chunk = draw.choice(chunks)
+            act = draw.random()
             if act < 0.4:
                 store.put(chunk)
             elif act < 0.85:

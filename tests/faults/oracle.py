@@ -29,7 +29,8 @@ class Truth:
 @torch.no_grad()
 def stock_kv(model: nn.Module, chunk_prefix_ids: Sequence[int], token_ids: Sequence[int]) -> Truth:
     """Compute a chunk behind its sink, and cut the sink off."""
-    ids, start = torch.tensor([[*chunk_prefix_ids, *token_ids]]), len(chunk_prefix_ids)
+    ids = torch.tensor([[*chunk_prefix_ids, *token_ids]])
+    start = len(chunk_prefix_ids)
     training = {module: module.training for module in model.modules()}
     cache: Any = DynamicCache()
     try:

@@ -19,7 +19,8 @@ from .fault import FaultClass, Verdict
 from .faulty_tier import FaultyTier
 from .oracle import is_equal, is_near, stock_logits
 
-PREFIX, QUESTION = [1, 17, 23, 5], [90, 14, 33, 71, 8]
+PREFIX = [1, 17, 23, 5]
+QUESTION = [90, 14, 33, 71, 8]
 NEW_TOKENS = 2
 STORES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -62,7 +63,8 @@ class Prefills(FaultClass):
 
     def inject(self, count: int) -> None:
         for _ in range(count):
-            name, request = self.random.choice(list(STORES)), self.random.choice(REQUESTS)
+            name = self.random.choice(list(STORES))
+            request = self.random.choice(REQUESTS)
             self.outcome.paths[name] += 1
             self.outcome.paths[f"{request[1]} at {request[0]}"] += 1
             self._prepare(name, request)
@@ -74,7 +76,8 @@ class Prefills(FaultClass):
                 path.write_bytes(content)
 
     def _damage(self, name: str) -> str:
-        files, kind = self._files[name], ""
+        files = self._files[name]
+        kind = ""
         for path in self.random.sample(list(files), self.random.randint(1, len(files))):
             other = self.random.choice([one for one in files if one != path])
             if self.random.random() < 0.1:
@@ -108,7 +111,8 @@ class Prefills(FaultClass):
 
     def _true_logits(self, got: torch.Tensor) -> torch.Tensor:
         if self._truth is None:
-            ids, rows = self._inputs, []
+            ids = self._inputs
+            rows = []
             for _ in range(len(got)):
                 rows.append(stock_logits(self.world.model, ids))
                 ids = torch.cat([ids, rows[-1].argmax()[None, None]], 1)

@@ -99,7 +99,8 @@ class FaultyTierFaults(FaultClass):
             clear(self.folder)
             disk = plugins.load("store.tiers", "disk")(self.folder, durable=False)
             tier = FaultyTier(disk, self.random.randrange(1 << 30), rates)
-            store, acknowledged = ChunkStore([], [tier]), set[int]()
+            store = ChunkStore([], [tier])
+            acknowledged = set[int]()
             while tier.counts.total() < count / 2:
                 before = tier.counts.copy()
                 verdict = self._use(store, chunks, acknowledged)
@@ -151,7 +152,8 @@ class Remote(FaultClass):
         self._names: dict[str, list[str]] = {}
         for name, settings in REMOTE_SHELVES.items():
             objects: dict[str, bytes] = {}
-            store, names = ChunkStore([], [FaultyServer(objects)], **settings), []
+            store = ChunkStore([], [FaultyServer(objects)], **settings)
+            names = []
             for entry in self._shelf(name).entries:
                 store.put(entry.computed)
                 store.close()
@@ -165,7 +167,8 @@ class Remote(FaultClass):
             place = self.random.randrange(len(self._names[name]))
             way = self.random.choices(("", *DURING, *AFTERWARDS), [8, 4, 4, 4, 4, 4, 1, 4, 4])[0]
             asking = self.random.choice(ASKING)
-            objects, kind = dict(self._objects[name]), way
+            objects = dict(self._objects[name])
+            kind = way
             object_name = self._names[name][place]
             if not way:
                 other = objects[self._names[name][place - 1]]
@@ -177,7 +180,8 @@ class Remote(FaultClass):
             _empty(self._disk)
 
     def _ask(self, name: str, place: int, server: FaultyServer, asking: str) -> Verdict:
-        shelf, object_name = self._shelf(name), self._names[name][place]
+        shelf = self._shelf(name)
+        object_name = self._names[name][place]
         entry = shelf.entries[place]
         disk = plugins.load("store.tiers", "disk")(self._disk, durable=False)
         store = ChunkStore([], [disk, server], **REMOTE_SHELVES[name])
@@ -233,14 +237,17 @@ class FailingCalls(FaultClass):
         store.close()
 
     def _shortly(self, store: ChunkStore, chunk: ChunkKV) -> None:
-        real, most = os.write, self.random.randint(200, 30_000)
+        real = os.write
+        most = self.random.randint(200, 30_000)
         store.delete(chunk.key)
         with mock.patch.object(os, "write", lambda handle, data: real(handle, memoryview(data)[:most])):
             store.put(chunk)
         self.judge("short writes", lambda: self.find(store, chunk))
 
     def _failing(self, store: ChunkStore, chunk: ChunkKV, act: Callable[[], object]) -> None:
-        call, number, left = self.random.choice(CALLS), self.random.choice(ERRORS), self.random.randrange(3)
+        call = self.random.choice(CALLS)
+        number = self.random.choice(ERRORS)
+        left = self.random.randrange(3)
         there = store.contains(chunk.key)
         real = getattr(os, call)
 

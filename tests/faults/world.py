@@ -91,7 +91,8 @@ class World:
     @cached_property
     def deep(self) -> ModelCache:
         """Entries that are larger than what is read at once."""
-        model, draw = build_tiny_model(seed=2, attention_dropout=0.5, **DEEP), random.Random(1)
+        model = build_tiny_model(seed=2, attention_dropout=0.5, **DEEP)
+        draw = random.Random(1)
         chunks = [tuple(draw.randrange(3, 128) for _ in range(length)) for length in DEEP_LENGTHS]
         return self._filled("deep", model, {ids: stock_kv(model, SINK, ids) for ids in chunks}, {})
 
@@ -183,7 +184,8 @@ def _is_rounded(got: ChunkKV, computed: ChunkKV) -> bool:
 
 def drawn_chunk(number: int, fingerprint: str = "ab" * 32) -> ChunkKV:
     """A chunk of four layers and 16 to 40 tokens, of bits that are drawn: for what needs thousands of chunks."""
-    bits, tokens = torch.Generator().manual_seed(number), (16, 24, 40)[number % 3]
+    bits = torch.Generator().manual_seed(number)
+    tokens = (16, 24, 40)[number % 3]
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=bits)

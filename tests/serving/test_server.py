@@ -108,7 +108,7 @@ def test_stored_documents_are_reused_in_any_order(serve):
     assert 0 < report["charged_budget"] < 1
 
 
-def test_documents_in_a_message_stay_there(serve):
+def test_documents_in_message_stay_there(serve):
     inside = asked(f"{DOCUMENTS[0]}\n\n{QUESTION}")
     with serve(heal=False) as server:
         named = server.chat(inside, documents=DOCUMENTS[:1]).json()
@@ -143,7 +143,7 @@ def test_continued_and_healed_conversation_is_that_of_stock_generate(serve, chat
             assert second.json()["usage"]["hf_blend"]["continued_tokens"] > 100
 
 
-def test_conversations_are_kept_by_tenant_and_only_the_latest(serve):
+def test_conversations_are_kept_by_tenant_and_only_latest(serve):
     with serve({"conversations": 2}, TENANTS, heal=False) as server:
         for text in ("One?", "Two?", "Three?"):
             server.chat(text, KEYS["anna"])
@@ -344,7 +344,7 @@ def test_full_memory_forgets_conversations(serve, chatting, monkeypatch):
         assert not server.worker._conversations
 
 
-def test_error_behind_the_first_token_ends_a_stream(serve):
+def test_error_behind_first_token_ends_stream(serve):
     with serve({"request_s": 1.0}) as server:
         body = {"messages": asked(), "max_tokens": 1900, "temperature": 0, "stream": True}
         lines = server.post("/v1/chat/completions", body).text.strip().split("\n\n")

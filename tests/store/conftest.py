@@ -54,7 +54,9 @@ def assert_same_chunk(got: ChunkKV | None, expected: ChunkKV) -> None:
     assert got.layer_table == expected.layer_table
     pairs = zip(got.named_tensors(), expected.named_tensors(), strict=True)
     for (name, tensor), (expected_name, expected_tensor) in pairs:
-        assert (name, tensor.dtype, tensor.shape) == (expected_name, expected_tensor.dtype, expected_tensor.shape)
+        assert name == expected_name
+        assert tensor.dtype == expected_tensor.dtype
+        assert tensor.shape == expected_tensor.shape
         assert tensor.contiguous().view(-1).view(torch.uint8).equal(expected_tensor.reshape(-1).view(torch.uint8))
 
 

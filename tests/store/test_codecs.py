@@ -59,11 +59,12 @@ def test_codec_gives_dtype_and_shape_back(codec, dtype, chunk, same):
         same(got, stored)
     for (_, one), (_, two) in zip(got.named_tensors(), stored.named_tensors(), strict=True):
         assert one.float().isfinite().all()
-        assert (one.dtype, one.shape) == (two.dtype, two.shape)
+        assert one.dtype == two.dtype
+        assert one.shape == two.shape
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_layers_read_one_by_one_equal_the_whole(codec, chunk):
+def test_layers_read_one_by_one_equal_whole(codec, chunk):
     stored = chunk(range(9), **WIDE)
     reader = EntryReader(BytesSource(encoded(stored, codec)), stored.key)
     whole = reader.read()
@@ -100,7 +101,7 @@ def reach_of_int4(states, axis):
         ("bf16", 0, lambda states, axis: states.abs() / 256),
     ],
 )
-def test_rounding_error_is_within_the_stated_bound(codec, far, bound, chunk):
+def test_rounding_error_is_within_stated_bound(codec, far, bound, chunk):
     stored = chunk(range(300), **WIDE).map(lambda states: far + states)
     for layer, rounded in zip(stored.layers, stored_as(stored, codec).layers, strict=True):
         for states, got, axis in zip(layer, rounded, (1, 2), strict=True):
@@ -121,7 +122,7 @@ def test_states_of_odd_width_are_not_packed_into_pairs():
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])
-def test_relative_error_on_a_real_model_is_what_the_docstring_says(codec):
+def test_relative_error_on_real_model_is_what_docstring_says(codec):
     docstring = sys.modules[plugins.load("store.codecs", codec).__module__].__doc__
     stated = re.search(r"([0-9.]+) % of their\s+norm", docstring)
     stored = model_chunk(torch.float32)
@@ -138,7 +139,7 @@ def test_relative_error_on_a_real_model_is_what_the_docstring_says(codec):
     ("codec", "dtype", "least", "most"),
     [("int8", torch.bfloat16, 0.5, 0.6), ("int4", torch.bfloat16, 0.25, 1 / 3), ("bf16", torch.float32, 0.499, 0.501)],
 )
-def test_packed_bytes_are_the_stated_share(codec, dtype, least, most):
+def test_packed_bytes_are_stated_share(codec, dtype, least, most):
     stored = model_chunk(dtype)
     tables = sum(tensor.nbytes for pair in stored.tables for tensor in pair)
     states = stored.nbytes - tables
@@ -152,8 +153,9 @@ def test_zeros_stay_zeros(chunk):
         assert all(not tensor.any() for _, tensor in stored_as(zero, codec).named_tensors())
 
 
-def test_rounded_chunk_is_the_same_from_memory_and_every_tier(tmp_path, chunk, same):
-    stored, tier = chunk(range(30)), MemoryTier()
+def test_rounded_chunk_is_same_from_memory_and_every_tier(tmp_path, chunk, same):
+    stored = chunk(range(30))
+    tier = MemoryTier()
     store = ChunkStore.open(tmp_path, codec="int8")
     kept = store.put(stored)
     same(store.get(stored.key), kept)
@@ -168,11 +170,12 @@ def test_rounded_chunk_is_the_same_from_memory_and_every_tier(tmp_path, chunk, s
 
 
 def _far(tier):
-    tier.is_local, tier.name = False, "far"
+    tier.is_local = False
+    tier.name = "far"
     return tier
 
 
-def test_states_of_two_dtypes_are_refused_by_a_lossy_codec(chunk, same):
+def test_states_of_two_dtypes_are_refused_by_lossy_codec(chunk, same):
     stored = chunk(range(5))
     mixed = replace(stored, layers=tuple((keys, values.half()) for keys, values in stored.layers))
     tier = MemoryTier()
@@ -184,8 +187,9 @@ def test_states_of_two_dtypes_are_refused_by_a_lossy_codec(chunk, same):
     same(raw.get(mixed.key), mixed)
 
 
-def test_entry_of_an_unknown_codec_stays_and_is_a_miss(chunk):
-    stored, tier = chunk(), MemoryTier()
+def test_entry_of_unknown_codec_stays_and_is_miss(chunk):
+    stored = chunk()
+    tier = MemoryTier()
     store = ChunkStore([], [tier])
     for name in ("zip", "int8", "int8:F99", "raw:F32", "../raw"):
         tier.objects.clear()
@@ -197,7 +201,7 @@ def test_entry_of_an_unknown_codec_stays_and_is_a_miss(chunk):
 
 
 @pytest.mark.parametrize(("codec", "part"), [("int8", "scale"), ("int4", "low")])
-def test_scales_that_do_not_fit_the_steps_are_a_fault(chunk, codec, part):
+def test_scales_that_do_not_fit_steps_are_fault(chunk, codec, part):
     stored = chunk(range(5))
     content = encoded(stored, codec)
     plans = Header.decode(header_of(content), KIND).tensors
@@ -212,12 +216,13 @@ def test_codec_that_does_not_exist_is_refused(tmp_path):
         ChunkStore.open(tmp_path, codec="int7")
 
 
-def test_request_gives_the_same_bits_from_computed_and_loaded_chunks(tmp_path, shared_model, pieces):
+def test_request_gives_same_bits_from_computed_and_loaded_chunks(tmp_path, shared_model, pieces):
     def asked(store):
         return logits(shared_model(), pieces(), store=store, recompute_ratio=0.3)[0]
 
     with ChunkStore.open(tmp_path, codec="int8") as store:
-        computed, held = asked(store), asked(store)
+        computed = asked(store)
+        held = asked(store)
     with ChunkStore.open(tmp_path, codec="int8", memory_bytes=0) as store:
         loaded = asked(store)
     assert computed.equal(held)

@@ -40,8 +40,9 @@ def test_files_and_directories_are_private(tier):
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
 
 
-def test_few_bytes_at_a_time_still_are_all(tier, monkeypatch):
-    read, write = os.preadv, os.write
+def test_few_bytes_at_time_still_are_all(tier, monkeypatch):
+    read = os.preadv
+    write = os.write
     monkeypatch.setattr(os, "preadv", lambda handle, buffers, start: read(handle, [buffers[0][:3]], start))
     monkeypatch.setattr(os, "write", lambda handle, data: write(handle, data[:2]))
     put(tier, b"0123456789")
@@ -60,7 +61,7 @@ def test_failing_or_interrupted_write_leaves_nothing_behind(tier, monkeypatch, c
     assert list((tier.root / "incoming").iterdir()) == []
 
 
-def test_data_is_synced_before_it_gets_its_name_and_the_name_after(tier, monkeypatch):
+def test_data_is_synced_before_it_gets_its_name_and_name_after(tier, monkeypatch):
     put(tier)
     calls = []
     for name in ("write", "fdatasync", "replace", "fsync", "unlink"):
@@ -104,7 +105,7 @@ def test_what_is_no_file_is_refused_without_touching_it_or_waiting(tier, tmp_pat
 
 
 @pytest.mark.parametrize("level", ["incoming", "objects/" + NAME[:16]])
-def test_folder_that_is_a_link_is_not_written_behind(tier, tmp_path, level, chunk):
+def test_folder_that_is_link_is_not_written_behind(tier, tmp_path, level, chunk):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (tier.root / level).symlink_to(elsewhere)
@@ -113,7 +114,7 @@ def test_folder_that_is_a_link_is_not_written_behind(tier, tmp_path, level, chun
     assert list(elsewhere.iterdir()) == []
 
 
-def test_index_that_is_a_link_is_not_written_behind(tmp_path, chunk, same):
+def test_index_that_is_link_is_not_written_behind(tmp_path, chunk, same):
     target = tmp_path / "target"
     target.write_bytes(b"target")
     with ChunkStore.open(tmp_path / "store", memory_bytes=0) as store:
@@ -137,7 +138,7 @@ def test_other_files_are_not_entries(tier):
     assert list(tier.names()) == [NAME]
 
 
-def test_unusable_place_is_refused_with_a_way_out(tmp_path):
+def test_unusable_place_is_refused_with_way_out(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StoreError, match="memory://"):
         DiskTier(tmp_path / "file" / "store")

@@ -32,7 +32,7 @@ def test_no_promise_is_broken_by(name, run):
 
 
 @pytest.mark.slow
-def test_saved_sessions_of_killed_processes_are_of_the_adapter_that_computed_them(run):
+def test_saved_sessions_of_killed_processes_are_of_adapter_that_computed_them(run):
     """As many kills as HF_BLEND_ROUNDS says; `python -m benchmarks.faults --only saved-sessions` has more."""
     one = run.classes["saved-sessions"]
     before = one.outcome.kills
@@ -41,11 +41,13 @@ def test_saved_sessions_of_killed_processes_are_of_the_adapter_that_computed_the
     assert not one.outcome.broken, (one.outcome.kinds, one.outcome.examples)
 
 
-def test_a_run_ends_with_a_report_of_what_was_found(tmp_path):
+def test_run_ends_with_report_of_what_was_found(tmp_path):
     with Run(seed=3, folder=tmp_path, only=["faulty-tier"]) as one:
         report = faults.until(one, 1, 0, 0, lambda line: None)
     assert report["faults"] == sum(report[verdict] for verdict in Verdict) >= ROUND
-    assert (report["broken"], report["rounds"], report["after"]["leaks"]) == (0, 1, 0)
+    assert report["broken"] == 0
+    assert report["rounds"] == 1
+    assert report["after"]["leaks"] == 0
     assert report["classes"]["faulty-tier"]["faults"] == report["faults"]
 
 

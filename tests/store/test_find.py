@@ -44,7 +44,7 @@ def whole(chunks, prompt, gone=()):
 
 
 @given(chunks=SHORT, gone=st.sets(st.integers(0, 11)), prompt=TOKENS)
-def test_find_gives_stored_chunks_that_cover_what_a_naive_search_covers(chunks, gone, prompt):
+def test_find_gives_stored_chunks_that_cover_what_naive_search_covers(chunks, gone, prompt):
     removed = [chunk for number, chunk in enumerate(chunks) if number in gone]
     left = [chunk for chunk in chunks if chunk not in removed]
     found = whole(chunks, prompt, removed)
@@ -75,11 +75,12 @@ def test_chunk_is_found_up_to_eight_other_tokens_at_either_end(length, head, tai
 
 
 @given(st.lists(st.tuples(st.integers(8, 40), st.integers(0, 6)), min_size=1, max_size=6), st.integers(0, 10**6))
-def test_runs_are_in_the_prompt_without_overlap_and_cannot_be_longer(shapes, seed):
+def test_runs_are_in_prompt_without_overlap_and_cannot_be_longer(shapes, seed):
     source = random.Random(seed)
     chunks = [[source.randrange(10, 16) for _ in range(length)] for length, _ in shapes]
     prompt = [token for chunk, (_, cut) in zip(chunks, shapes, strict=True) for token in [1, *chunk[cut:], 2]]
-    found, stop = matches(index_of(*chunks), prompt), 0
+    found = matches(index_of(*chunks), prompt)
+    stop = 0
     for start, chunk, first, tokens in found:
         assert start >= stop, "from left to right, without overlap"
         assert tokens > 0
@@ -100,15 +101,17 @@ def test_longest_run_wins_among_many_chunks_with_one_beginning():
     assert matches(index_of(*chunks), prompt) == [(2, chunks[77], 3, 46)]
 
 
-def test_second_of_two_overlapping_chunks_begins_where_the_first_ends():
+def test_second_of_two_overlapping_chunks_begins_where_first_ends():
     text = drawn(0, 150)
-    first, second = text[:100], text[60:]
+    first = text[:100]
+    second = text[60:]
     assert matches(index_of(first, second), [1, *text, 2]) == [(1, first, 0, 100), (101, second, 40, 50)]
-    first, second = text[:100], text[10:105]
+    first = text[:100]
+    second = text[10:105]
     assert matches(index_of(first, second), [1, *text, 2]) == [(1, first, 0, 100)]
 
 
-def test_cut_off_beginning_is_found_from_a_quarter_on():
+def test_cut_off_beginning_is_found_from_quarter_on():
     chunk = drawn(0, 100)
     assert matches(index_of(chunk), [1, *chunk[:25], 2]) == [(1, chunk, 0, 25)]
     assert matches(index_of(chunk), [1, *chunk[:24], 2]) == []

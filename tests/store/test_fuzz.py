@@ -184,7 +184,8 @@ def codec_of(entry):
 
 @many
 def test_entries_in_blocks(chunk, forge, cases):
-    stored, tier = chunk(range(9)), MemoryTier()
+    stored = chunk(range(9))
+    tier = MemoryTier()
     layers = tuple((keys, values[..., :1].expand(keys.shape).contiguous()) for keys, values in stored.layers)
     stored = type(stored)(stored.key, layers, stored.tables, stored.layer_table)
     store = ChunkStore([], [tier])
@@ -229,7 +230,8 @@ def conversation(tiny_model):
 
 @many
 def test_sessions(tmp_path, forge, cases, conversation):
-    path, kind = tmp_path / "chat", "hf_blend.session/3"
+    path = tmp_path / "chat"
+    kind = "hf_blend.session/3"
     save_session(conversation, path)
     good = path.read_bytes()
     about, before = taken_apart(good)

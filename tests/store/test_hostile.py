@@ -76,7 +76,7 @@ CRAFTED = {
 each = pytest.mark.parametrize(("craft", "reason"), CRAFTED.values(), ids=CRAFTED)
 
 
-def test_forge_writes_the_format_that_is_read(chunk, forge, content):
+def test_forge_writes_format_that_is_read(chunk, forge, content):
     assert forge(chunk()) == content(chunk())
 
 
@@ -91,7 +91,7 @@ def planted(root, forge, stored, craft):
 
 
 @each
-def test_crafted_entry_costs_a_request_time_and_nothing_else(tmp_path, forge, model, stored, wanted, craft, reason):
+def test_crafted_entry_costs_request_time_and_nothing_else(tmp_path, forge, model, stored, wanted, craft, reason):
     store, _ = planted(tmp_path, forge, stored, craft)
     got, _ = logits(model, PIECES, store=store, recompute_ratio=0.3)
     assert torch.equal(got, wanted)
@@ -106,7 +106,8 @@ def test_crafted_entry_costs_a_request_time_and_nothing_else(tmp_path, forge, mo
 
 
 def test_chunk_of_another_layout_in_memory_is_dropped(model, stored, chunk):
-    layout, store = layout_of(model), ChunkStore.open("memory://")
+    layout = layout_of(model)
+    store = ChunkStore.open("memory://")
     store.put(chunk(CHUNK, fingerprint=stored.key.fingerprint))
     assert store.get(stored.key) is not None
     assert store.get(stored.key, layout=layout) is None

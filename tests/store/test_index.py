@@ -66,7 +66,7 @@ def test_spoilt_log_is_made_again_or_gives_no_wrong_key(root, suffixes, spoil):
         assert found(store) == TEXTS
 
 
-def test_every_flipped_bit_of_a_row_is_noticed(root, chunk):
+def test_every_flipped_bit_of_row_is_noticed(root, chunk):
     path = log(root, "rows")
     good = path.read_bytes()
     for position in range(_ROW.itemsize):
@@ -78,7 +78,7 @@ def test_every_flipped_bit_of_a_row_is_noticed(root, chunk):
         assert len(index.digests()) == 9
 
 
-def test_torn_row_is_cut_off_by_the_next_writer(root, chunk):
+def test_torn_row_is_cut_off_by_next_writer(root, chunk):
     path = log(root, "rows")
     path.write_bytes(path.read_bytes() + b"\1" * (_ROW.itemsize - 5))
     with reopened(root) as store:
@@ -89,13 +89,15 @@ def test_torn_row_is_cut_off_by_the_next_writer(root, chunk):
 
 
 def test_other_processes_entries_are_seen_at_once(root, chunk, same):
-    one, two = reopened(root), reopened(root)
+    one = reopened(root)
+    two = reopened(root)
     assert found(one) == found(two) == TEXTS
     two.put(chunk(range(500, 530)))
     assert len(found(one, [*PROMPT, *range(500, 530)])) == 11
     one.delete(chunk(TEXTS[0]).key)
     assert found(two) == TEXTS[1:]
-    assert (len(one), len(two)) == (10, 10)
+    assert len(one) == 10
+    assert len(two) == 10
     two.put(chunk(TEXTS[0]))
     assert found(one) == TEXTS
     same(one.get(chunk(TEXTS[0]).key), chunk(TEXTS[0]))
@@ -173,10 +175,12 @@ def test_namespaces_do_not_see_each_other(tmp_path, chunk):
     mine.put(chunk(TEXTS[0], namespace="a"))
     assert found(mine) == TEXTS[:1]
     assert found(theirs) == []
-    assert (len(mine), len(theirs), list(theirs.entries())) == (1, 0, [])
+    assert len(mine) == 1
+    assert len(theirs) == 0
+    assert list(theirs.entries()) == []
 
 
-def test_fork_of_an_open_store_is_refused_by_name(root, chunk):
+def test_fork_of_open_store_is_refused_by_name(root, chunk):
     store = reopened(root)
     child = os.fork()
     if not child:

@@ -51,7 +51,7 @@ def test_failures_have_their_tier_and_reason(chunk):
     assert failed[0].labels["reason"] in ("format", "digest", "key", "truncated", "codec", "fingerprint")
 
 
-def test_missing_package_names_the_extra(monkeypatch):
+def test_missing_package_names_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client.core", None)
     with pytest.raises(MissingExtraError, match=r"hf-blend\[metrics\]"):
         StoreMetrics(ChunkStore.open("memory://"))

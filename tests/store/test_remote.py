@@ -49,7 +49,7 @@ def test_listing_asks_for_one_key_in_each_command_as_servers_in_cluster_mode_exp
     assert [name for name, _ in tier.listing()] == [NAME]
 
 
-def test_full_server_refuses_a_put_and_serves_what_it_has(new_server, served_tier, chunk, same):
+def test_full_server_refuses_put_and_serves_what_it_has(new_server, served_tier, chunk, same):
     tier = served_tier("redis", new_server("redis"))
     store, stored = ChunkStore([], [tier]), chunk()
     store.put(stored)
@@ -61,7 +61,7 @@ def test_full_server_refuses_a_put_and_serves_what_it_has(new_server, served_tie
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", ["killed", "restarted empty"])
-def test_generation_continues_when_the_server_is(
+def test_generation_continues_when_server_is(
     kind, how, new_server, served_tier, tiny_model, pieces, monkeypatch, caplog
 ):
     model, request = tiny_model(), pieces()
@@ -119,7 +119,7 @@ def far_tier():
     return tier
 
 
-def test_every_byte_of_a_far_entry_is_read_once_and_verified_before_it_is_copied(chunk, same, content):
+def test_every_byte_of_far_entry_is_read_once_and_verified_before_it_is_copied(chunk, same, content):
     far, near, stored = far_tier(), MemoryTier(), chunk()
     ChunkStore([], [far]).put(stored)
     reads = []
@@ -149,7 +149,7 @@ def test_chunk_deleted_while_it_is_read_is_not_kept(chunk):
 
 
 @pytest.mark.parametrize("url", ["redis://user:hunter2@127.0.0.1:1/0", "file:///proc/hunter2"])
-def test_server_that_was_never_there_costs_a_miss_and_its_password_is_not_logged(url, caplog, chunk):
+def test_server_that_was_never_there_costs_miss_and_its_password_is_not_logged(url, caplog, chunk):
     caplog.set_level(logging.DEBUG, "hf_blend")
     with ChunkStore.open("memory://", memory_bytes=0, remote=url) as store:
         store.put(chunk())
@@ -159,7 +159,7 @@ def test_server_that_was_never_there_costs_a_miss_and_its_password_is_not_logged
         assert "hunter2" not in caplog.text
 
 
-def test_missing_package_is_named_with_the_command_that_installs_it(monkeypatch):
+def test_missing_package_is_named_with_command_that_installs_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "redis", None)
     with pytest.raises(MissingExtraError, match=r"redis.*pip install \"hf-blend\[redis\]\""):
         ChunkStore.open("memory://", remote="redis://host")
@@ -174,7 +174,7 @@ def url_of(tier):
     return f"redis://{known['host']}:{known['port']}/{known['db']}"
 
 
-def test_corpus_is_indexed_into_a_server(served_tier, run, model_folder):
+def test_corpus_is_indexed_into_server(served_tier, run, model_folder):
     url = url_of(served_tier("redis"))
     words = ("index", "--model", model_folder, "--store", "memory://", "--remote", url, "--json")
     for stored in (True, False):
@@ -184,7 +184,7 @@ def test_corpus_is_indexed_into_a_server(served_tier, run, model_folder):
         assert len(store) > 10
 
 
-def test_url_is_a_location_too(served_tier, chunk, same):
+def test_url_is_location_too(served_tier, chunk, same):
     url = url_of(served_tier("redis"))
     with ChunkStore.open(url) as store:
         store.put(chunk())
@@ -202,7 +202,7 @@ def test_url_that_cannot_be_read_is_refused_without_showing_it(url):
     assert "hunter2" not in str(refused.value)
 
 
-def test_store_finds_what_others_put_on_a_server_a_part_at_a_time(served_tier, chunk, monkeypatch):
+def test_store_finds_what_others_put_on_server_part_at_time(served_tier, chunk, monkeypatch):
     tier, chunks = served_tier("redis"), [chunk((7, number)) for number in range(4)]
     for one in chunks:
         ChunkStore([], [tier]).put(one)
@@ -223,7 +223,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("is_read_first", [True, False])
 @pytest.mark.parametrize("other", OTHERS)
-def test_key_of_another_type_gives_way_to_the_chunk(other, is_read_first, served_tier, chunk, same):
+def test_key_of_another_type_gives_way_to_chunk(other, is_read_first, served_tier, chunk, same):
     tier = served_tier("redis")
     store, elsewhere = ChunkStore([], [tier]), chunk((7, 1))
     OTHERS[other](tier._client, f"hf_blend:{store.name(chunk().key.digest)}")
@@ -239,7 +239,7 @@ def test_key_of_another_type_gives_way_to_the_chunk(other, is_read_first, served
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_folder_in_the_place_of_an_object_gives_way_if_it_is_empty(scheme, tmp_path, chunk, same):
+def test_folder_in_place_of_object_gives_way_if_it_is_empty(scheme, tmp_path, chunk, same):
     tier = plugins.load("store.tiers", "fsspec")(f"{scheme}://{tmp_path}/shared")
     store = ChunkStore([], [tier])
     path = tier._path(store.name(chunk().key.digest))

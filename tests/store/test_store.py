@@ -46,7 +46,7 @@ def path_of(root: Path, key: ChunkKey) -> Path:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_every_tier_gives_back_the_bits_that_were_put(opened, chunk, same, dtype):
+def test_every_tier_gives_back_bits_that_were_put(opened, chunk, same, dtype):
     stored = chunk(dtype=dtype)
     store = opened()
     assert store.get(stored.key) is None
@@ -70,7 +70,7 @@ def test_hit_is_shared_and_put_is_copied(opened, chunk, same):
     assert store.get(stored.key) is store.get(stored.key)
 
 
-def test_gets_leave_the_bytes_on_disk_alone(opened, root, chunk, files):
+def test_gets_leave_bytes_on_disk_alone(opened, root, chunk, files):
     store = opened()
     chunks = [chunk((5, 6, number)) for number in range(3)]
     for one in chunks:
@@ -95,7 +95,7 @@ def test_gets_leave_the_bytes_on_disk_alone(opened, root, chunk, files):
         (lambda good: b"", "truncated"),
     ],
 )
-def test_damaged_entry_is_a_miss_once_and_heals(opened, root, chunk, same, caplog, damaged, reason):
+def test_damaged_entry_is_miss_once_and_heals(opened, root, chunk, same, caplog, damaged, reason):
     stored = chunk()
     opened().put(stored)
     path = path_of(root, stored.key)
@@ -115,7 +115,8 @@ def test_damaged_entry_is_a_miss_once_and_heals(opened, root, chunk, same, caplo
 
 def test_two_keys_with_one_digest_never_get_each_others_chunk(opened, chunk, same, monkeypatch):
     monkeypatch.setattr(ChunkKey, "digest", "00" * 32)
-    one, other = chunk((5, 6, 7), seed=1), chunk((5, 6, 8), seed=2)
+    one = chunk((5, 6, 7), seed=1)
+    other = chunk((5, 6, 8), seed=2)
     store = opened()
     store.put(one)
     same(store.get(one.key), one)
@@ -127,7 +128,7 @@ def test_two_keys_with_one_digest_never_get_each_others_chunk(opened, chunk, sam
     assert opened().get(other.key) is None
 
 
-def test_another_model_or_dtype_never_gets_a_chunk(opened, root, chunk):
+def test_another_model_or_dtype_never_gets_chunk(opened, root, chunk):
     stored = chunk()
     opened().put(stored)
     foreign = chunk(fingerprint="cd" * 32)
@@ -139,7 +140,7 @@ def test_another_model_or_dtype_never_gets_a_chunk(opened, root, chunk):
     assert store.find(foreign.key.fingerprint, (1,), [5, 6, 7]) == []
 
 
-def test_read_error_is_a_miss_and_the_entry_stays(opened, root, chunk, same, monkeypatch, caplog):
+def test_read_error_is_miss_and_entry_stays(opened, root, chunk, same, monkeypatch, caplog):
     stored = chunk()
     opened().put(stored)
     store = opened()
@@ -153,7 +154,7 @@ def test_read_error_is_a_miss_and_the_entry_stays(opened, root, chunk, same, mon
     assert len(store.find(stored.key.fingerprint, (1,), [5, 6, 7])) == 1
 
 
-def test_too_little_memory_to_read_is_a_miss(opened, chunk, monkeypatch):
+def test_too_little_memory_to_read_is_miss(opened, chunk, monkeypatch):
     stored = chunk()
     opened().put(stored)
     store = opened()
@@ -207,7 +208,7 @@ def full_disk(monkeypatch):
     monkeypatch.setattr(files_module.os, "write", raising(OSError(errno.ENOSPC, "no space left")))
 
 
-def test_full_disk_costs_only_the_disk_copy(opened, root, chunk, same, files, monkeypatch, caplog):
+def test_full_disk_costs_only_disk_copy(opened, root, chunk, same, files, monkeypatch, caplog):
     store = opened()
     full_disk(monkeypatch)
     chunks = [chunk((5, 6, number)) for number in range(3)]
@@ -229,8 +230,10 @@ def test_full_disk_costs_only_the_disk_copy(opened, root, chunk, same, files, mo
 
 
 def test_key_of_another_namespace_is_never_answered(opened, chunk, same):
-    mine, theirs = chunk(namespace="a"), chunk(namespace="b")
-    a, b = opened(namespace="a"), opened(namespace="b")
+    mine = chunk(namespace="a")
+    theirs = chunk(namespace="b")
+    a = opened(namespace="a")
+    b = opened(namespace="b")
     a.put(mine)
     b.put(theirs)
     assert a.get(theirs.key) is None
@@ -246,7 +249,7 @@ def test_key_of_another_namespace_is_never_answered(opened, chunk, same):
 
 @settings(max_examples=8)
 @given(namespace=st.text(max_size=50), fingerprint=st.text(st.characters(exclude_categories=["Cs"]), max_size=50))
-def test_paths_are_hex_whatever_the_user_types(tmp_path_factory, chunk, files, namespace, fingerprint):
+def test_paths_are_hex_whatever_user_types(tmp_path_factory, chunk, files, namespace, fingerprint):
     root = tmp_path_factory.mktemp("store")
     store = ChunkStore.open(root, namespace=namespace, durability="none", memory_bytes=0)
     store.put(chunk(namespace=namespace, fingerprint=fingerprint))
@@ -257,7 +260,7 @@ def test_paths_are_hex_whatever_the_user_types(tmp_path_factory, chunk, files, n
     )
 
 
-def test_neither_files_nor_logs_hold_the_namespace(opened, root, chunk, files, caplog):
+def test_neither_files_nor_logs_hold_namespace(opened, root, chunk, files, caplog):
     store = opened(namespace="s3cret")
     with caplog.at_level(logging.DEBUG):
         store.put(chunk(namespace="s3cret"))
@@ -290,7 +293,7 @@ def set_assets_cache(monkeypatch, folder):
     )
 
 
-def test_default_location_is_the_assets_cache_or_the_home_that_was_set(tmp_path, chunk, monkeypatch):
+def test_default_location_is_assets_cache_or_home_that_was_set(tmp_path, chunk, monkeypatch):
     set_assets_cache(monkeypatch, tmp_path / "assets")
     ChunkStore.open(memory_bytes=0).put(chunk())
     assert list((tmp_path / "assets").rglob("*.safetensors"))
@@ -299,7 +302,7 @@ def test_default_location_is_the_assets_cache_or_the_home_that_was_set(tmp_path,
     assert list((tmp_path / "home" / "chunks").rglob("*.safetensors"))
 
 
-def test_unusable_assets_cache_is_refused_with_a_way_out(tmp_path, monkeypatch):
+def test_unusable_assets_cache_is_refused_with_way_out(tmp_path, monkeypatch):
     (tmp_path / "file").write_bytes(b"")
     set_assets_cache(monkeypatch, tmp_path / "file")
     with pytest.raises(StoreError, match="HF_BLEND_HOME"):
@@ -328,9 +331,10 @@ def test_memory_store_writes_nothing_and_forgets_what_it_drops(chunk, same, tmp_
 
 
 @given(STEPS, st.integers(0, 9))
-def test_memory_never_holds_more_than_its_cap_or_one_chunk_and_drops_the_least_recent(chunk, steps, cap_tokens):
+def test_memory_never_holds_more_than_its_cap_or_one_chunk_and_drops_least_recent(chunk, steps, cap_tokens):
     unit = chunk((5,)).nbytes
-    tier, order = MemoryCache(cap_tokens * unit, Lru()), []
+    tier = MemoryCache(cap_tokens * unit, Lru())
+    order = []
     for step, tokens in steps:
         one = chunk(range(tokens))
         digest = one.key.digest
@@ -354,11 +358,13 @@ def test_memory_never_holds_more_than_its_cap_or_one_chunk_and_drops_the_least_r
         assert tier.nbytes <= cap_tokens * unit or len(order) == 1
 
 
-def test_entries_say_what_a_list_needs(opened, chunk):
+def test_entries_say_what_list_needs(opened, chunk):
     store = opened()
     store.put(chunk((5, 6, 7, 8)))
     (entry,) = store.entries()
-    assert (entry.digest, entry.tokens, entry.tier) == (chunk((5, 6, 7, 8)).key.digest, 4, "memory+disk")
+    assert entry.digest == chunk((5, 6, 7, 8)).key.digest
+    assert entry.tokens == 4
+    assert entry.tier == "memory+disk"
     (fresh,) = opened().entries()
     assert fresh.tier == "disk"
     assert fresh.nbytes > chunk((5, 6, 7, 8)).nbytes
@@ -366,7 +372,7 @@ def test_entries_say_what_a_list_needs(opened, chunk):
     assert fresh.fingerprint == chunk().key.fingerprint
 
 
-def test_delete_that_the_disk_refuses_is_an_error(opened, chunk, monkeypatch):
+def test_delete_that_disk_refuses_is_error(opened, chunk, monkeypatch):
     store = opened()
     store.put(chunk())
     refused = raising(PermissionError(errno.EACCES, "Permission denied"))
@@ -381,7 +387,8 @@ def test_delete_that_the_disk_refuses_is_an_error(opened, chunk, monkeypatch):
 
 
 def test_add_computes_what_is_missing_and_nothing_else(tiny_model, tokenizer, opened, same, monkeypatch):
-    model, calls = tiny_model("llama"), []
+    model = tiny_model("llama")
+    calls = []
     noting(monkeypatch, canary, "capture_chunks", lambda _, keys: calls.extend(key.token_ids for key in keys))
     store = opened()
     keys = store.add(model, tokenizer, ["abc", [10, 11], "abc"])

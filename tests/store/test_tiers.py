@@ -46,9 +46,10 @@ def test_tier_gives_back_what_was_put_last_and_nothing_else(tier):
     assert not tier.delete(NAMES[1])
 
 
-def test_parts_of_an_object_can_be_read_and_its_end_is_noticed(tier):
+def test_parts_of_object_can_be_read_and_its_end_is_noticed(tier):
     put(tier, NAMES[0], bytes(range(100)))
-    source, target = tier.open(NAMES[0]), bytearray(5)
+    source = tier.open(NAMES[0])
+    target = bytearray(5)
     source.read_into(90, memoryview(target))
     assert bytes(target) == bytes(range(90, 95))
     with pytest.raises(EntryFault, match="truncated"):
@@ -58,7 +59,8 @@ def test_parts_of_an_object_can_be_read_and_its_end_is_noticed(tier):
 
 def test_opened_object_stays_as_it_is_when_it_is_deleted_and_put_again(tier):
     put(tier, NAMES[0], b"first")
-    source, target = tier.open(NAMES[0]), bytearray(5)
+    source = tier.open(NAMES[0])
+    target = bytearray(5)
     assert tier.delete(NAMES[0])
     put(tier, NAMES[0], b"other")
     source.read_into(0, memoryview(target))
@@ -79,8 +81,9 @@ def test_name_that_is_not_hex_is_refused(tier, name):
         tier.open(name)
 
 
-def test_store_on_a_tier_loads_what_it_stored_and_refuses_what_was_changed(tier, chunk, same):
-    store, stored = ChunkStore([], [tier]), chunk()
+def test_store_on_tier_loads_what_it_stored_and_refuses_what_was_changed(tier, chunk, same):
+    store = ChunkStore([], [tier])
+    stored = chunk()
     store.put(stored)
     same(store.get(stored.key), stored)
     (name, _), *others = tier.listing()
