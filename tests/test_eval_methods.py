@@ -123,6 +123,9 @@ def test_run_says_which_chunks_were_new_and_complete_one_loads_no_model(model_fo
     assert computed == {
         (f"needle-{number}", method): 3 - number for number in (0, 1) for method in ("full-prefill", "full-reuse")
     }, "the text before the chunks once, the two chunks of each"
+    for line in folder.lines.values():
+        is_full = line["method"] == "full-prefill"
+        assert (line["kl"] == 0) == is_full, "each is paired with full prefill"
     with RunFolder(tmp_path, trial.settings) as folder:
         run(trial, folder, load=None)
         assert len(folder.lines) == 4
