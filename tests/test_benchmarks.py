@@ -9,7 +9,6 @@ import bench
 import gpu
 import pytest
 import torch
-from benches.pipeline import PipelinePlan, measure_pipeline
 
 from tests.conftest import slow_but
 
@@ -33,20 +32,6 @@ def test_gpu_benchmark_runs_on_cpu(tmp_path):
         assert row["peak_bytes"] is None, "nobody counts it on a CPU"
     assert found["machine"]["torch"] == torch.__version__
     assert {"device", "dtype", "transformers", "hf_blend", "cuda", "chunk_tokens"} <= set(found["machine"])
-
-
-@pytest.mark.slow
-def test_grid_of_pipeline_and_controller_runs_in_small():
-    sizes = {"shape": "tiny", "chunk_tokens": 16, "question_tokens": 4, "rounds": 1, "plan_rounds": 1}
-    found = measure_pipeline(PipelinePlan(cells=(0.5,), row_ms=0.01, plan_row_ms=0.01, **sizes))
-    (row,) = found["rows"]
-    ways = {(one["near_chunks"], one["far_chunks"], one["ratio"]) for one in found["plans"]}
-    assert len(ways) == len(found["plans"]) == 12
-    assert {near + far for near, far, _ in ways} == {0, 1, 2, 3, 4}
-    assert row["best_ms"] == min(one["ttft_ms"] for one in found["plans"])
-    assert row["vs_best"] == pytest.approx(row["controller_ms"] / row["best_ms"])
-    assert row["vs_max"] == pytest.approx(row["pipelined_ms"] / max(row["load_ms"], row["compute_ms"]))
-    assert row["advised_ratio"] >= 0.15
 
 
 SMALL = {

@@ -14,7 +14,6 @@ from hf_blend.errors import PromptError, UnsupportedModelError
 from hf_blend.model.anatomy import decoder_layers, decoder_of
 from hf_blend.model.capture import LEAST_SHARED, batch_chunks, capture, capture_chunk, capture_chunks
 from hf_blend.model.checks import KV, allowed_of, relative_error
-from hf_blend.model.row_masks import PackedLines
 from hf_blend.store.chunk import ChunkKey
 from tests.asking import raising
 from tests.conftest import slow_but
@@ -180,39 +179,6 @@ def test_capture_chunks_lets_no_bit_depend_on_what_others_say(shared_model):
             one, two = (capture_chunks(model, [first, between, last]) for between in (middle, other))
             for place in (0, 2):
                 assert all(torch.equal(*pair) for pair in side_by_side(one[place].layers, two[place].layers))
-
-
-@pytest.mark.parametrize("shared", [0, 5])
-@pytest.mark.parametrize("kind", ["window", "chunked", "full"])
-@pytest.mark.parametrize("is_additive", [False, True])
-def test_packed_lines_are_those_of_each_text_alone(shared, kind, is_additive):
-    starts = [0, 5, 14, 16]
-    ends = [5, 14, 16, 27]
-    tokens = 27
-    row = torch.arange(tokens)[:, None]
-    key = torch.arange(tokens)
-    alone = {"window": key > row - 4, "chunked": key // 4 == row // 4, "full": key >= 0}[kind] & (key <= row)
-    lowest = torch.finfo(torch.float32).min
-    mask = torch.where(alone, key.float(), lowest) if is_additive else alone
-    lines = PackedLines(mask[None, None], starts, tokens, mask.device, shared)
-    expected = torch.full_like(mask, lowest if is_additive else False)
-    calls = []
-    columns = key[None, None, :, None]
-
-    def stock(_, *given):
-        calls.append(given)
-        return given[0].transpose(1, 2), None
-
-    lines.attend(stock, None, columns, columns, columns, None)
-    for (queries, keys, values, own), start, end in zip(calls, starts, ends, strict=True):
-        first = shared if start >= shared else 0
-        seen = torch.cat((torch.arange(first), torch.arange(start, end)))
-        part = mask[first : first + end - start, : first + end - start]
-        expected[start:end, seen] = part
-        assert queries.flatten().tolist() == list(range(start, end))
-        assert keys.flatten().tolist() == values.flatten().tolist() == seen.tolist()
-        assert own is None or torch.equal(own[0, 0], part)
-    assert torch.equal(lines.plain()[0, 0], expected)
 
 
 def test_packs_hold_one_chunk_of_model_with_mixers():

@@ -18,7 +18,6 @@ from hf_blend.model.capture import capture_chunk
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.sparse.partial.blocked import BlockedChunk, BlockReader
 from hf_blend.sparse.partial.itf import probe_count
-from hf_blend.sparse.partial.layers import PartialLayers
 from hf_blend.sparse.partial.loading import PartialLoading
 from hf_blend.sparse.partial.reader import keep_in_blocks
 from hf_blend.store import ChunkKey, ChunkKV, ChunkStore
@@ -211,20 +210,6 @@ def test_chunk_comes_back_from_its_blocks_in_any_order(tokens, block, random):
     for part in (0, 1):
         got = reader.read_blocks(1, part, [1, 0], blocks)
         assert torch.equal(got, chunk.layers[1][part][[1, 0]][:, reader.tokens_of(blocks)])
-
-
-def test_heads_in_any_order_are_those_heads_behind_fault_too():
-    chunk = random_chunk(3, 20)
-    content = bytearray(in_blocks(chunk, range(19, -1, -1)))
-    content[-1] ^= 1  # the values of the last head of layer 1
-    layers = PartialLayers(BlockReader(BytesSource(bytes(content)), chunk.key), lambda *_: chunk)
-    for heads in ([2, 0, 1], [1, 1], range(3), [0, 2]):
-        for layer, part in ((0, 0), (1, 1)):
-            for blocks in ([0, 2], [1], range(3)):
-                tokens = range(20) if len(blocks) == 3 else layers.reader.tokens_of(blocks).tolist()
-                expected = chunk.layers[layer][part][list(heads)][:, list(tokens)]
-                assert torch.equal(layers.read(layer, part, heads, blocks), expected)
-    assert layers._instead is chunk
 
 
 def test_probe_heads_follow_paper_and_number_of_heads():

@@ -80,7 +80,10 @@ def fill(model: Any, caches: list[Cache], context: int, seed: int) -> None:
     for layer in range(config.num_hidden_layers):
         keys, values = (torch.randn(shape, generator=generator).to(model.device, model.dtype) for _ in range(2))
         for cache in caches:
-            cache.update(keys, values, layer)
+            if isinstance(cache, BlendCache):
+                cache.layers[layer].update(keys, values)  # the cache itself takes those of a forward only
+            else:
+                cache.update(keys, values, layer)
 
 
 def _decode(model: nn.Module, cache: Cache, position: int, tokens: int) -> float:
