@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -109,7 +108,7 @@ MODES = ("before", "after", "within")
 class CallKills(Killing):
     """The child counts its calls and kills itself at one that is drawn, before it, after it or within it."""
 
-    kill_share = 0.7
+    kill_share = 1.0
 
     def setup(self) -> None:
         self._calls, self._at, self._mode = 60, 1, MODES[0]
@@ -173,42 +172,6 @@ def _quietly(act: Callable[[], None]) -> None:
     _QUIET.append(True)
     act()
     _QUIET.pop()
-
-
-PUT_CHUNKS = 40  # of one child
-
-
-class KillsBehind(Killing):
-    """The child puts chunks on disk and in a farther tier, and is killed a few milliseconds later."""
-
-    kill_share = 0.3
-
-    def opened(self, capped: bool) -> ChunkStore:
-        """A store on disk with another folder as its remote tier."""
-        far = self.folder.parent / f"{self.folder.name}-far"
-        return ChunkStore.open(self.folder, remote=f"file://{far}", memory_bytes=0, disk_bytes=1 << 30)
-
-    def kill_one(self, capped: bool) -> list[int]:
-        first = self.outcome.kills * 1000
-        child, pipe = fork(lambda tell: self.use(first, tell))
-        told = read_numbers(pipe, self.random.choice((1, 3, 8, 20)))
-        time.sleep(self.random.uniform(0, 0.01))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        return told + read_numbers(pipe)
-
-    def use(self, first: int, tell: Callable[[int], None]) -> None:
-        """What the child does until it is killed."""
-        with self.opened(capped=False) as store:
-            for number in range(first + 1, first + PUT_CHUNKS):
-                store.put(drawn_chunk(number))
-                tell(number)
-            while True:
-                store.get(drawn_chunk(first + 1).key)
-
-    def check(self, acknowledged: list[int], capped: bool) -> None:
-        """There is room for all: nothing may have been evicted."""
-        super().check(acknowledged, capped=False)
 
 
 PROCESSES = 3

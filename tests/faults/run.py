@@ -13,7 +13,7 @@ from pathlib import Path
 
 from .entries import Changing, Files
 from .fault import FaultClass, Verdict
-from .kills import CallKills, KillsBehind, Races
+from .kills import CallKills, Races
 from .requests import Prefills
 from .sessions import SavedSessions
 from .tiers import FailingCalls, FaultyTierFaults, Remote
@@ -30,7 +30,6 @@ CLASSES: dict[str, type[FaultClass]] = {
     "faulty-tier": FaultyTierFaults,
     "races": Races,
     "call-kills": CallKills,
-    "kills-behind": KillsBehind,
     "saved-sessions": SavedSessions,
 }
 

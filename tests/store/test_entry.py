@@ -260,3 +260,14 @@ def test_chunk_that_could_not_be_read_back_is_not_written(chunk, content):
         content(chunk((5,), layers=5000))
     with pytest.raises(StoreError, match="complex64"):
         content(chunk().map(lambda tensor: tensor.to(torch.complex64)))
+
+
+def test_seal_is_compared_before_anything_is_parsed(chunk, source, content, monkeypatch):
+    stored = chunk()
+    monkeypatch.setattr(json, "loads", None)
+    for position in (20, 60, 150, 300):
+        bad = bytearray(content(stored))
+        bad[position] ^= 1
+        assert reason_of(source, bytes(bad), stored.key) in ("format", "kind")
+        with pytest.raises(EntryFault, match=r"format|kind"):
+            read_key(source(bytes(bad)), "")
