@@ -199,6 +199,20 @@ def test_crafted_blocks_cost_request_time_and_nothing_else(change, reason):
     assert torch.equal(answered(model, store)[0], wanted)
 
 
+def test_blocks_of_other_tokens_are_refused_by_their_keys_at_layer_0():
+    model = tiny_model("llama")
+    tier = MemoryTier()
+    store = Watched(tier)
+    wanted, *_ = answered(model, store, 1.0, **DEVIATION)
+    good = capture_chunk(model, CHUNKS[1], (1,), fingerprint(model))
+    other = capture_chunk(model, CHUNKS[1][::-1], (1,), fingerprint(model))
+    crafted = replace(other, key=good.key, canary=store.get(good.key).canary)
+    tier.objects[store.name(good.key.digest)] = BytesSource(in_blocks(crafted, range(len(CHUNKS[1]))))
+    got, cache, _ = answered(model, store, 1.0, **DEVIATION)
+    assert cache.report.refused_chunks == 1
+    assert not torch.equal(got, wanted), "it is computed in its place, by the prompt"
+
+
 @given(st.integers(1, 40), st.integers(1, 12), st.randoms())
 def test_chunk_comes_back_from_its_blocks_in_any_order(tokens, block, random):
     chunk = random_chunk(2, tokens)

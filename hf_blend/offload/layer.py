@@ -146,8 +146,6 @@ class OffloadedLayer(MadeStates, BlendLayer):
     def restore(self, snapshot: Any) -> None:
         """Forget the tokens that came since a snapshot, also in the middle of a forward."""
         self._opened = None
-        if self._buffers is None:
-            self.length = min(self.length, self._stored_tokens)
         self._shorten(min(snapshot, self.length))
 
     def reset(self) -> None:
