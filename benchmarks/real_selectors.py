@@ -42,7 +42,7 @@ from hf_blend.errors import HfBlendError
 from hf_blend.evaluation.bundled import load_model
 from hf_blend.evaluation.summary import interval
 from hf_blend.evaluation.tasks.samsum import Samsum
-from hf_blend.model.anatomy import default_sink
+from hf_blend.model.anatomy import bos_prefix
 from hf_blend.model.context import default_prefix
 
 RESULTS = Path(__file__).parent / "results"
@@ -145,7 +145,7 @@ class Bench:
         self.model, self.tokenizer = load_model(model, dtype=dtype)
         self.is_chat = bool(self.tokenizer.chat_template)
         self.contexts = {
-            "": default_sink(self.model),
+            "": bos_prefix(self.model),
             TEXT: default_prefix(self.model, self.tokenizer),
             **{name: self._context(text) for name, text in contexts.items()},
         }

@@ -40,7 +40,7 @@ def demo(
         hf-blend demo --check --no-folders --json  # slow
         hf-blend demo --model HuggingFaceTB/SmolLM2-135M-Instruct --port 7860  # network
     """
-    import_extra("gradio", extra="demo", wanted_by="hf-blend demo")
+    import_extra("gradio", extra="demo", needed_by="hf-blend demo")
     from hf_blend.evaluation.demo.model_cache import ModelCache
     from hf_blend.evaluation.demo.page import Demo, serve
     from hf_blend.evaluation.demo.request import first_answers

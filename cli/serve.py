@@ -53,7 +53,7 @@ def serve(
         hf-blend serve --model HuggingFaceTB/SmolLM2-135M-Instruct --store my-chunks  # network
     """
     for module in ("starlette", "uvicorn", "pydantic", "prometheus_client"):
-        import_extra(module, extra="serve", wanted_by="hf-blend serve")
+        import_extra(module, extra="serve", needed_by="hf-blend serve")
     from hf_blend import BlendConfig, ChunkStore
     from hf_blend.evaluation.answering import blend_config
     from hf_blend.evaluation.bundled import open_model

@@ -139,7 +139,7 @@ def _quantised(weights: str, config: Any, name: str, device: torch.device, dtype
         raise ConfigError(f"no weights named {weights!r}. {suggest(weights, WEIGHTS)}")
     if weights == AUTO:
         return {}
-    import_extra("bitsandbytes", extra="quant", wanted_by=f"--weights {weights}")
+    import_extra("bitsandbytes", extra="quant", needed_by=f"--weights {weights}")
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(f"--weights is {weights}, but {name!r} was saved quantised, and is used so. Leave it out.")
     kind = config.get_text_config(decoder=True).dtype if dtype == AUTO else dtype

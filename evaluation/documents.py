@@ -186,7 +186,7 @@ def _converted(content: bytes, kind: str) -> str:
 
 @cache
 def _converter() -> Any:
-    library = import_extra("markitdown", extra="rag", wanted_by="reading documents that are not plain text")
+    library = import_extra("markitdown", extra="rag", needed_by="reading documents that are not plain text")
     logging.getLogger("pdfminer").setLevel(logging.ERROR)  # says a line about every odd font
     converter = library.MarkItDown(enable_builtins=False, enable_plugins=False)
     for name in {*CONVERTED.values()}:

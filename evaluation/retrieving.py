@@ -116,7 +116,7 @@ class Splitter:
         return self._build("MarkdownSplitter")
 
     def _build(self, kind: str) -> Any:
-        library = import_extra("semantic_text_splitter", extra="rag", wanted_by="splitting documents")
+        library = import_extra("semantic_text_splitter", extra="rag", needed_by="splitting documents")
         splitter = getattr(library, kind)
         capacity = max(1, self.chunk_tokens - len(tokenize(self.tokenizer, END)))
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
@@ -158,7 +158,7 @@ class Retriever:
 
     @cached_property
     def _index(self) -> Any:
-        index = import_extra("bm25s", extra="rag", wanted_by="retrieval").BM25()
+        index = import_extra("bm25s", extra="rag", needed_by="retrieval").BM25()
         index.index([words_of(piece.text) for piece in self.pieces], show_progress=False)
         return index
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError, PromptError
-from hf_blend.model.anatomy import default_sink
+from hf_blend.model.anatomy import bos_prefix
 from hf_blend.recipes import SETTINGS
 
 from .answering import FULL_REUSE, REUSE, blend_config, build_request, ids_of
@@ -111,7 +111,7 @@ def candidates(selectors: Sequence[str], ratios: Sequence[float], **settings: An
 
 def reuse_behind_bos(model: Any, allow_unverified: bool = False) -> Candidate:
     """The unit: full reuse of chunks that are computed behind BOS alone."""
-    config = replace(REUSE, chunk_prefix_ids=default_sink(model), allow_unverified=allow_unverified)
+    config = replace(REUSE, chunk_prefix_ids=bos_prefix(model), allow_unverified=allow_unverified)
     return Candidate("full reuse, behind BOS alone", config)
 
 

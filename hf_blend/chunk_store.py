@@ -134,9 +134,9 @@ class ChunkStore(Store):
 
         The most tokens where there are several such; the model's BOS, if any, where nothing is stored.
         """
-        from .model.anatomy import default_sink
+        from .model.anatomy import bos_prefix
 
-        return self.longest_prefix(fingerprint) or default_sink(model)
+        return self.longest_prefix(fingerprint) or bos_prefix(model)
 
     def add(
         self,
@@ -196,5 +196,5 @@ class ChunkStore(Store):
         from .prompt.pieces import tokenize_chunks
 
         identity = fingerprint(model)
-        sink = self.default_prefix(model, tokenizer) if chunk_prefix_ids is None else tuple(chunk_prefix_ids)
-        return [ChunkKey(identity, sink, ids, self.namespace) for ids in tokenize_chunks(tokenizer, chunks)]
+        prefix_ids = self.default_prefix(model, tokenizer) if chunk_prefix_ids is None else tuple(chunk_prefix_ids)
+        return [ChunkKey(identity, prefix_ids, ids, self.namespace) for ids in tokenize_chunks(tokenizer, chunks)]

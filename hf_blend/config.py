@@ -112,7 +112,7 @@ class BlendConfig:
         layers = self.check_layers
         if not layers or layers[0] < 1 or any(a >= b for a, b in pairwise(layers)):
             raise ConfigError(
-                f"check_layers is {layers}, but layers from 1 on, in increasing order and each once, are wanted: "
+                f"check_layers is {layers}, but layers from 1 on, in increasing order and each once, are expected: "
                 "what layer 0 computes does not depend on the context, so nothing can be scored there. Try (1,)."
             )
 
@@ -121,7 +121,7 @@ class BlendConfig:
         if ratios is not None and len(ratios) != len(layers):
             raise ConfigError(
                 f"layer_ratios has {len(ratios)} values {ratios}, but one for each of the {len(layers)} check_layers "
-                f"{layers} is wanted. Give {len(layers)}, or leave layer_ratios out."
+                f"{layers} is expected. Give {len(layers)}, or leave layer_ratios out."
             )
         if ratios is not None and any(a < b for a, b in pairwise(ratios)):
             raise ConfigError(
@@ -281,13 +281,13 @@ def _instance(name: str, value: Any, kind: type) -> Any:
 
 def _ratio(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) <= 1:  # also refuses NaN
-        raise ConfigError(f"{name} is {value!r}, but a share of the tokens, 0 … 1, is wanted. 15 % is 0.15.")
+        raise ConfigError(f"{name} is {value!r}, but a share of the tokens, 0 … 1, is expected. 15 % is 0.15.")
     return float(value)
 
 
 def _sequence(name: str, value: Any) -> Sequence[Any]:
     if not isinstance(value, Sequence) or isinstance(value, str):
-        raise ConfigError(f"{name} is {value!r}, but several numbers are wanted. Give a tuple, even of one: (1,).")
+        raise ConfigError(f"{name} is {value!r}, but several numbers are expected. Give a tuple, even of one: (1,).")
     return value
 
 
@@ -306,7 +306,7 @@ def _integers(name: str, value: Any) -> tuple[int, ...]:
 
 def _options(name: str, value: Any) -> Options:
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{name} is {value!r}, but names with values are wanted. Give a dict, or leave it out.")
+        raise ConfigError(f"{name} is {value!r}, but names with values are expected. Give a dict, or leave it out.")
     return Options(value)
 
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""What can go wrong. Every message has four parts: what, got, wanted, do.
+"""What can go wrong. Every message has four parts: what, got, expected, do.
 
 All errors are `HfBlendError`, and each is also the built-in error that fits, so that callers may catch either.
 """
@@ -52,11 +52,11 @@ def suggest(wrong: str, names: Iterable[str]) -> str:
     return f"{question}Available: {', '.join(available) or 'none'}."
 
 
-def import_extra(module: str, *, extra: str, wanted_by: str) -> ModuleType:
+def import_extra(module: str, *, extra: str, needed_by: str) -> ModuleType:
     """Import a module of an optional dependency, or say how to install it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise MissingExtraError(
-            f'{wanted_by} needs {error.name}, which is not installed: pip install "hf-blend[{extra}]"'
+            f'{needed_by} needs {error.name}, which is not installed: pip install "hf-blend[{extra}]"'
         ) from error

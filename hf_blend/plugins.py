@@ -161,7 +161,7 @@ def _checked(point: EntryPoint, base: ModuleType) -> type:
     if not (isinstance(plugin, type) and _derives(plugin, base)):
         raise ConfigError(
             f"the entry point {point.name!r} ({point.value}) gives {plugin!r}, but a class deriving from one of "
-            f"{base.__name__} is wanted. Correct the entry point in the distribution that installed it."
+            f"{base.__name__} is expected. Correct the entry point in the distribution that installed it."
         )
     return plugin
 

@@ -117,7 +117,7 @@ def test_capture_leaves_model_untouched_after_exception_too(tiny_model, untouche
 
 
 def test_capture_chunk_refuses_what_cannot_be_computed_and_fills_positions_to_last(shared_model):
-    with pytest.raises(PromptError, match=r"512 tokens behind a sink of 1.*512 positions.*Split"):
+    with pytest.raises(PromptError, match=r"512 tokens behind a prefix of 1.*512 positions.*Split"):
         capture_chunk(shared_model(), (5,) * 512, (1,), "f")
     assert capture_chunk(shared_model(), (5,) * 511, (1,), "f").tokens == 511
 

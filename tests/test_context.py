@@ -94,5 +94,5 @@ def test_chunk_that_fits_model_but_not_behind_text_is_computed_in_its_place(stor
     inputs = cache.inputs(Words(), **pieces)
     with torch.no_grad():
         model(**inputs, past_key_values=cache, logits_to_keep=1)
-    assert cache.chunk_prefix_ids == prefix_of(model)
+    assert cache.state.chunk_prefix_ids == prefix_of(model)
     assert cache.report.reusable_tokens == len(CHUNKS[0])

@@ -82,7 +82,7 @@ def visitor_of(request: Any) -> str:
 def build(demo: Demo) -> Any:
     """Make the page."""
     os.environ.update(QUIET)
-    gradio = import_extra("gradio", extra="demo", wanted_by="the demo")
+    gradio = import_extra("gradio", extra="demo", needed_by="the demo")
     state = demo.opening()
     with gradio.Blocks(title="hf_blend", analytics_enabled=False) as blocks:
         gradio.HTML(HEAD, elem_id="hb-head", padding=False)
@@ -101,7 +101,7 @@ def build(demo: Demo) -> Any:
 def serve(demo: Demo, *, host: str = "127.0.0.1", port: int | None = None, wait: bool = True) -> tuple[Any, str]:
     """Start the page; gives it and its address."""
     blocks = build(demo)
-    gradio = import_extra("gradio", extra="demo", wanted_by="the demo")
+    gradio = import_extra("gradio", extra="demo", needed_by="the demo")
     fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
     try:
         _, url, _ = blocks.launch(

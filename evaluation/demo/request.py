@@ -98,7 +98,7 @@ ANSWER = re.compile(r'data-method="([^"]+)" data-state="done".*?class="hb-answer
 
 def first_answers(url: str, model: str) -> dict[str, str]:
     """Ask the question that the page opened with through the page's own interface: method → answer."""
-    client = import_extra("gradio_client", extra="demo", wanted_by="checking the page").Client(url, verbose=False)
+    client = import_extra("gradio_client", extra="demo", needed_by="checking the page").Client(url, verbose=False)
     query = first_request()
     outputs = client.predict(
         model, query.documents, query.question, query.recompute_ratio, query.selector, api_name="/ask"

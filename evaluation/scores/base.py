@@ -42,7 +42,7 @@ class Rouge(Score):
 
     @cached_property
     def _scorer(self) -> Any:
-        rouge = import_extra("rouge_score.rouge_scorer", extra="eval", wanted_by="ROUGE-L")
+        rouge = import_extra("rouge_score.rouge_scorer", extra="eval", needed_by="ROUGE-L")
         return rouge.RougeScorer(["rougeL"], use_stemmer=True)
 
     def f_measure(self, prediction: str, answer: str) -> float:

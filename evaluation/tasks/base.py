@@ -104,7 +104,7 @@ class Task(ABC):
 
     def hub_rows(self, split: str) -> Iterator[Row]:
         """The hub's own rows of a split, as they come."""
-        datasets = import_extra("datasets", extra="eval", wanted_by="a data set of the hub")
+        datasets = import_extra("datasets", extra="eval", needed_by="a data set of the hub")
         name, configuration, _ = self.hub or ("", None, "")
         try:
             yield from datasets.load_dataset(name, configuration, split=split, streaming=True)

@@ -29,7 +29,7 @@ from transformers.tokenization_utils_base import BatchEncoding
 from .. import plugins
 from ..config import BlendConfig
 from ..errors import ConfigError, PromptError
-from ..model.anatomy import decoder_layers, default_sink
+from ..model.anatomy import bos_prefix, decoder_layers
 from ..model.author import author_of, refuse_other_author
 from ..model.cache_class import cache_class_for
 from ..model.cache_keyword import cache_argument
@@ -121,7 +121,7 @@ class BlendCache(Cache):
         selector = plugins.load("selectors", config.selector)(config.selector_options, seed=config.seed)
 
         # Read the model
-        prefix_ids = default_sink(model) if config.chunk_prefix_ids is None else tuple(config.chunk_prefix_ids)
+        prefix_ids = bos_prefix(model) if config.chunk_prefix_ids is None else tuple(config.chunk_prefix_ids)
         silence_casts(model, self)
         info = ModelInfo(model, prefix_ids, trial_cache, config.allow_unverified)
         check_ms = 1e3 * (time.perf_counter() - began_s)

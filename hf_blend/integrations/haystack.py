@@ -22,7 +22,7 @@ try:
     from haystack.dataclasses import ChatMessage, StreamingChunk
     from haystack.dataclasses.streaming_chunk import StreamingCallbackT, select_streaming_callback
 except ModuleNotFoundError:
-    import_extra("haystack", extra="haystack", wanted_by="BlendChatGenerator")
+    import_extra("haystack", extra="haystack", needed_by="BlendChatGenerator")
     raise
 
 __all__ = ["BlendChatGenerator"]

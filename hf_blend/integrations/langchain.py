@@ -23,7 +23,7 @@ try:
     from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
     from pydantic import ConfigDict, Field
 except ModuleNotFoundError:
-    import_extra("langchain_core", extra="langchain", wanted_by="ChatBlend")
+    import_extra("langchain_core", extra="langchain", needed_by="ChatBlend")
     raise
 
 __all__ = ["ChatBlend"]

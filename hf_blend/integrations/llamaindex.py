@@ -32,7 +32,7 @@ try:
     from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle
     from pydantic import ConfigDict, Field
 except ModuleNotFoundError:
-    import_extra("llama_index.core", extra="llamaindex", wanted_by="BlendLLM")
+    import_extra("llama_index.core", extra="llamaindex", needed_by="BlendLLM")
     raise
 
 __all__ = ["BlendLLM", "StoreNodes"]

@@ -187,7 +187,7 @@ def layer_configs(config: Any, count: int) -> list[Any]:
     return list(own) if own is not None and len(own) == count else [config] * count
 
 
-def default_sink(model: nn.Module) -> tuple[int, ...]:
+def bos_prefix(model: nn.Module) -> tuple[int, ...]:
     """The tokens before each chunk unless a caller names others: the model's BOS, if it has just one.
 
     This is so where the tokenizer adds no BOS, too: with nothing before it, the first token of every chunk would draw

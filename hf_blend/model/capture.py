@@ -237,7 +237,7 @@ def check_chunk(
     check_ids((*chunk_prefix_ids, *token_ids), config)
     if longest is not None and len(chunk_prefix_ids) + len(token_ids) > longest:
         raise PromptError(
-            f"{name} of {len(token_ids)} tokens behind a sink of {len(chunk_prefix_ids)} does not fit the model's "
+            f"{name} of {len(token_ids)} tokens behind a prefix of {len(chunk_prefix_ids)} does not fit the model's "
             f"{longest} positions. Split it into shorter chunks."
         )
 

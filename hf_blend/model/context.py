@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from .anatomy import default_sink, text_config
+from .anatomy import bos_prefix, text_config
 from .capture import keeps_tokens_alone
 
 TEXT = """\
@@ -38,7 +38,7 @@ def default_prefix(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
     BOS alone without a tokenizer or with one that lacks its words, for a model with few positions, and for one that
     keeps more of a chunk than K and V of each token (a mixer's state), which was not measured.
     """
-    bos, config = default_sink(model), text_config(model)
+    bos, config = bos_prefix(model), text_config(model)
     positions = getattr(config, "max_position_embeddings", None)
     if tokenizer is None or (positions is not None and positions < LEAST_POSITIONS) or not keeps_tokens_alone(model):
         return bos

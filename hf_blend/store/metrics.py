@@ -37,7 +37,7 @@ class StoreMetrics:
     def __init__(self, store: Store, labels: Mapping[str, str] | None = None) -> None:
         self._store = store
         self._labels = dict(labels or {})
-        self._core: Any = import_extra("prometheus_client.core", extra="metrics", wanted_by="StoreMetrics")
+        self._core: Any = import_extra("prometheus_client.core", extra="metrics", needed_by="StoreMetrics")
 
     def describe(self) -> Iterable[Any]:
         """Nothing is collected when the collector is registered."""

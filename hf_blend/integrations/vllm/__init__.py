@@ -41,7 +41,7 @@ def register() -> None:
 def __getattr__(name: str) -> Any:
     if name != "BlendConnector":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import_extra("vllm", extra="vllm", wanted_by="BlendConnector")
+    import_extra("vllm", extra="vllm", needed_by="BlendConnector")
     from .connector import BlendConnector
 
     return BlendConnector

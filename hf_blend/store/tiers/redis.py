@@ -28,7 +28,7 @@ class RedisTier(RemoteTier, Tier):
 
     def __init__(self, url: str) -> None:
         super().__init__("redis")
-        self._redis: Any = import_extra("redis", extra="redis", wanted_by="a redis:// tier")
+        self._redis: Any = import_extra("redis", extra="redis", needed_by="a redis:// tier")
         try:
             scheme, rest = url.split("://", 1)
             self._client: Any = self._redis.Redis.from_url(
