@@ -96,7 +96,7 @@ def drawn(number: int, plan: LargeStorePlan) -> ChunkKV:
 
 def look_up(folder: Path, plan: LargeStorePlan) -> dict[str, Any]:
     """Do once what processes do, and say what it took."""
-    prompt = np.random.default_rng(1).integers(3, 32_000, plan.prompt_tokens).tolist()
+    prompt = np.random.default_rng((plan.seed, 1, 1)).integers(3, 32_000, plan.prompt_tokens).tolist()
     for number in range(REAL):
         prompt[number * 200 : number * 200 + plan.chunk_tokens] = drawn(number, plan).key.token_ids
     ChunkStore.open("memory://").put(drawn(0, plan))  # what a process imports is not what a store costs

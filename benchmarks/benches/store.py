@@ -107,7 +107,7 @@ def _raw(path: Path) -> int:
 
 
 def _verified(tier: Any, path: Path, key: ChunkKey) -> int:
-    source = tier.open("/".join(path.with_suffix("").parts[-3:]))
+    source = tier.open("/".join(path.with_suffix("").parts[-2:]))
     EntryReader(source, key).read()
     nbytes: int = source.stat.nbytes
     source.close()
