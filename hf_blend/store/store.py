@@ -123,6 +123,7 @@ class Store:
         self._deletions = 0
         self._pid = os.getpid()
         self._is_listed = False
+        self._learned_s: dict[str, float] = {}  # when a tier on another machine was listed whose entries are all known
         self._skipped: set[tuple[str, str]] = set()  # entries that are no readable chunk of ours
         for tier in self.tiers:
             self.counts.count("removed", "orphans", tier.remove_orphans())
@@ -622,8 +623,12 @@ class Store:
             if is_listed and not thorough and tier.is_local:
                 continue
             try:
+                listed_s = 0.0 if tier.is_local else tier.changed_s(f"{self._space}/")
+                if is_listed and not thorough and self._learned_s.get(tier.name) == listed_s:
+                    continue
                 names[tier.name] = list(tier.names(f"{self._space}/"))
-                self._learn(tier, names[tier.name], math.inf if tier.is_local or thorough else _LEARN_S)
+                if self._learn(tier, names[tier.name], math.inf if tier.is_local or thorough else _LEARN_S):
+                    self._learned_s[tier.name] = listed_s
             except OSError as error:
                 is_whole = False
                 logger.info("the %s tier cannot be listed now (%s)", tier.name, error)
@@ -639,8 +644,12 @@ class Store:
     def _changed_s(self) -> float:
         return max((tier.changed_s(f"{self._space}/") for tier in self.tiers if tier.is_local), default=0.0)
 
-    def _learn(self, tier: Tier, names: list[str], most_s: float) -> None:
-        """Read which chunks entries hold that are not known, and list them; those that cannot be read are skipped."""
+    def _learn(self, tier: Tier, names: list[str], most_s: float) -> bool:
+        """Read which chunks entries hold that are not known, and list them; those that cannot be read are skipped.
+
+        False if the time was over before all were read.
+        """
+        is_over = False
         until_s = time.monotonic() + most_s
         page: list[Listed] = []
         for digest in sorted(self.index.unknown([name[-64:] for name in names])):
@@ -648,6 +657,7 @@ class Store:
             if (tier.name, name) in self._skipped:
                 continue
             if time.monotonic() > until_s:
+                is_over = True
                 break
             try:
                 source = tier.open(name)
@@ -665,6 +675,7 @@ class Store:
                 self.index.add(page)
                 page = []
         self.index.add(page)
+        return not is_over
 
 
 class RecordedSource:

@@ -157,6 +157,9 @@ def test_crafted_log_changes_at_most_what_is_listed_and_who_leaves(tmp_path, chu
             assert span.key in [one.key for one in stored]
         assert len(store) == 3
         assert {entry.digest for entry in store.entries()} <= {one.key.digest for one in stored}
+        for digest in store.index.digests():
+            listed = store.index.get(digest)
+            assert listed is None or listed.key.digest == digest
         store.known(stored[0].key.fingerprint)
         store.sample(stored[0].key.fingerprint, (1,))
         for one in stored:

@@ -86,6 +86,7 @@ class RemoteTier(base.Tier):  # no plugin: that is what imports `Tier` itself
         self.name = name
         self._away_until_s = 0.0
         self._listed: dict[str, ObjectStat] = {}
+        self._listed_s = 0.0
         self._list_again_s = 0.0
         self._lock = threading.RLock()
 
@@ -126,11 +127,18 @@ class RemoteTier(base.Tier):  # no plugin: that is what imports `Tier` itself
 
     def contains(self, name: str) -> bool:
         """Say whether an object is there, as of some seconds ago."""
-        return name in self._fresh()
+        self._refresh()
+        return name in self._listed
+
+    def changed_s(self, prefix: str) -> float:
+        """Say when the server was listed last."""
+        self._refresh()
+        return self._listed_s
 
     def listing(self, prefix: str = "") -> Iterator[tuple[str, ObjectStat]]:
         """Walk over every object whose name begins so, as of some seconds ago."""
-        for name, found in sorted(self._fresh().items()):
+        self._refresh()
+        for name, found in sorted(self._listed.copy().items()):
             if name.startswith(prefix):
                 yield name, found
 
@@ -154,15 +162,15 @@ class RemoteTier(base.Tier):  # no plugin: that is what imports `Tier` itself
     def ask_all(self) -> Mapping[str, ObjectStat]:
         """Size and age of every object by its name."""
 
-    def _fresh(self) -> dict[str, ObjectStat]:
-        """Give what the server listed last, after it was asked again if that was long ago."""
+    def _refresh(self) -> None:
+        """List what the server has, if that was done some seconds ago."""
         with self._lock:
             if time.monotonic() >= self._list_again_s:
                 began_s = time.monotonic()
                 self._listed = dict(self._ask(self.ask_all))
+                self._listed_s = time.time()
                 took_s = time.monotonic() - began_s
                 self._list_again_s = time.monotonic() + max(_LIST_EVERY_S, 20 * took_s)
-            return self._listed.copy()
 
     def _ask(self, act: Callable[[], Answer]) -> Answer:
         """Ask the server something, unless it did not answer a moment ago."""
