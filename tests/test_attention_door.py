@@ -17,6 +17,7 @@ from hf_blend import BlendCache, ChunkStore, self_extend, sparse_decoding
 from hf_blend.errors import UnsupportedModelError
 from hf_blend.model import attention
 from hf_blend.model.anatomy import LayerInfo, decoder_layers
+from tests.asking import prefill, prepared
 from tests.conftest import shared_zoo_model, skip_in_the_oldest, slow_but
 
 GREEDY = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -175,3 +176,28 @@ def test_call_is_taken_once_and_never_with_another_cache(pieces):
             model(ids, past_key_values=cache, use_cache=True)
             assert len(seen) == count
             capture.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("llama", {0, 1, 2, 3}),
+        ("stablelm", set()),  # drops keywords
+        ("falcon", set()),  # attends in its own code
+        ("deepseek_v32", set()),  # looks into the mask
+    ],
+)
+def test_layers_handing_on_are_those_whose_attention_gets_keyword_and_mask(family, expected):
+    assert attention.layers_handing_on(shared_zoo_model(family, "sdpa")) == expected
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["stablelm", "llama"])
+def test_blend_with_sdpa_is_that_with_eager(family, pieces):
+    logits = []
+    for name in ("sdpa", "eager"):
+        model = shared_zoo_model(family, name)
+        cache, inputs = prepared(model, pieces(), recompute_ratio=0.3, selector="ramp")
+        logits.append(prefill(model, inputs, cache))
+        assert cache.report.reusable_tokens > 0
+    assert (logits[0] - logits[1]).abs().max() <= 1e-5
