@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_blend import BlendCache, ConfigError, observer
-from tests.asking import GREEDY, PIECES, as_stock, hooks, memory, prepared, prompt
+from tests.asking import GREEDY, PIECES, as_stock, failing, hooks, memory, prepared, prompt
 
 
 @pytest.fixture
@@ -139,3 +139,16 @@ def test_cache_is_freed_with_its_last_reference(model):
         assert [reference() for reference in gone] == [None] * 3
     finally:
         gc.enable()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("is_blended", [True, False])
+def test_forward_that_fails_is_taken_back_at_once_and_marks_nothing_inexact(model, is_blended):
+    cache, ids = BlendCache(model, memory(), recompute_ratio=0.0, selector="none"), prompt(20)
+    model(ids, past_key_values=cache, logits_to_keep=1)
+    inputs = cache.inputs(None, **PIECES, history=ids)
+    with failing(model.model.layers[1].mlp), pytest.raises(ZeroDivisionError):
+        model(inputs["input_ids"][:, 20:], past_key_values=cache, logits_to_keep=int(is_blended))
+    assert [layer.get_seq_length() for layer in cache.layers] == [20] * 3
+    assert cache.state.tokens.rows() == ids.tolist()
+    assert cache.heal(0) == 0
