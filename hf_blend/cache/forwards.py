@@ -216,7 +216,7 @@ class BlendedForward:
                 "partial."
             )
         self._state, self._cache, self._hooks = state, cache, hooks
-        self._before = state.pending, state.report, state.inexact_from
+        self._before = state.pending, state.report
         self._snapshots = state.kv.snapshots()
         realigner = Realigner(state.info.styles, report, plan.chunks)
         state.loader = state.store.loader(state)
@@ -240,7 +240,7 @@ class BlendedForward:
         if failed:
             state.kv.restore(self._snapshots)
             state.tokens.crop(past)
-            state.pending, state.report, state.inexact_from = self._before
+            state.pending, state.report = self._before
 
     def _probe(self, receive: Receive, layers: Sequence[int], rows: int | None = None) -> None:
         """Run the question alone, in the middle of the forward."""
