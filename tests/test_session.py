@@ -57,10 +57,9 @@ def check_refused(cache, path, changes):
         assert same(bits_of(cache), before), name
 
 
-@pytest.mark.parametrize("kv_bits", [None, 8, 4])
-def test_round_trip_is_bit_exact_and_goes_on_same(tmp_path, tokenizer, kv_bits):
-    cache = conversation(tokens=80, kv_bits=kv_bits)
-    again = SequenceCache(MODEL, kv_bits=kv_bits)
+def test_round_trip_is_bit_exact_and_goes_on_same(tmp_path, tokenizer):
+    cache = conversation(tokens=80)
+    again = SequenceCache(MODEL)
     size = save_session(cache, tmp_path / "chat", tokenizer)
     assert size == os.path.getsize(tmp_path / "chat")
     load_session(again, tmp_path / "chat", tokenizer)

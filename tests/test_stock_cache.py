@@ -29,7 +29,6 @@ KINDS = {
     "BlendCache kv_bits": {"kv_bits": 8},
     "BlendCache kv_device_map": {"kv_device_map": {1: "cpu", 3: "disk"}, "offload_folder": AWAY.name},
     "SequenceCache": {},
-    "SequenceCache kv_bits": {"kv_bits": 8},
     "ShiftCache": {},
 }
 NOISE = {kind: 3e-2 if "kv_bits" in kind else 1e-5 for kind in KINDS}  # of logits of size 1; measured 8e-3 and 1e-6

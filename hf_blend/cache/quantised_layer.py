@@ -27,7 +27,6 @@ GROUP_TOKENS = 32  # share a scale per channel of K
 LARGEST = 127
 PARTS = ("bytes", "scale", "least")  # of K and of V; the last one in 4 bits only
 GROUPS = "groups"  # of packed cells: by cell, which scales its key has
-Form = tuple[tuple[int, ...], torch.dtype]
 
 
 def pack(bits: int, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
@@ -120,11 +119,11 @@ class PackedCells:
         keys, values = (states.new_empty((*states.shape[:2], tokens, states.shape[3])) for states in self.state.recent)
         return keys, values
 
-    def append(self, start: int, keys: Tensor, values: Tensor, sequences: int = 1) -> None:
-        """Put new tokens behind the first `start` ones, and pack all whole groups but one for each sequence."""
+    def append(self, start: int, keys: Tensor, values: Tensor) -> None:
+        """Put new tokens behind the first `start` ones, and pack all whole groups but one."""
         state = self._first(start)
         recent = [torch.cat(pair, 2) for pair in zip(state.recent, (keys, values), strict=True)]
-        groups = max(0, recent[0].shape[2] // GROUP_TOKENS - sequences)
+        groups = max(0, recent[0].shape[2] // GROUP_TOKENS - 1)
         tokens = groups * GROUP_TOKENS
         if groups:
             of = torch.arange(groups, dtype=torch.int32, device=keys.device).repeat_interleave(GROUP_TOKENS)
@@ -163,15 +162,6 @@ class PackedCells:
             self._unpack(slice(start, end), [states[:, :, : end - start] for states in out])
         for states, recent in zip(out, state.recent, strict=True):
             states[:, :, end - start :] = recent[:, :, end - state.packed : stop - state.packed]
-
-    def gather(self, tokens: Tensor, at: Tensor, out: Sequence[Tensor]) -> None:
-        """Unpack some tokens into `out`, K and V of as many; `tokens` ascend, on the CPU; `at`: on the device."""
-        state = self.state
-        count = int(torch.searchsorted(tokens, state.packed))
-        if count:
-            self._unpack(at[:count], [states[:, :, :count] for states in out])
-        for states, recent in zip(out, state.recent, strict=True):
-            states[:, :, count:] = recent.index_select(2, at[count:] - state.packed)
 
     def parts(self, tokens: Tensor) -> dict[str, Tensor]:
         """All that is held of some tokens of the first batch entry, by name, `[kv_heads, tokens or groups, width]`."""
@@ -353,27 +343,6 @@ class QuantisedLayer(MadeStates, BlendLayer):
 def is_by_group(name: str) -> bool:
     """Return True if a part has a column for each group, not for each token."""
     return name in ("k.scale", "k.least")
-
-
-def column(name: str, tokens: int) -> int:
-    """The column of a part behind so many tokens, which are whole groups where it has one for each group."""
-    return tokens // GROUP_TOKENS if is_by_group(name) else tokens
-
-
-def forms(
-    bits: int | None, layer: Sequence[tuple[int, int, torch.dtype]], counts: tuple[int, int, int]
-) -> dict[str, Form]:
-    """Shape and dtype of what a layer's `parts` gives, for so many packed tokens, groups and recent tokens."""
-    packed, groups, recent = counts
-    by_name: dict[str, Form] = {
-        name: ((heads, recent, width), dtype) for name, (heads, width, dtype) in zip("kv", layer, strict=True)
-    }
-    if bits is None:
-        return by_name
-    like = (torch.empty((1, heads, GROUP_TOKENS, width), dtype=dtype, device="meta") for heads, width, dtype in layer)
-    for name, tensor in pack(bits, *like).items():
-        by_name[name] = (tensor.shape[1], groups if is_by_group(name) else packed, *tensor.shape[3:]), tensor.dtype
-    return {**by_name, GROUPS: ((packed,), torch.int32)}
 
 
 def is_grouping(groups: Tensor, count: int) -> bool:

@@ -14,7 +14,6 @@
 A key is stored as it was computed and rotated from there each time, so any number of moves costs the precision of one.
 The semantics are those of llama.cpp's KV cache, except that a shift moves a shared token for one sequence only. As in
 its unified cache, active sequences attend to the storage as it is, and a mask hides the tokens of other sequences.
-With `SequenceCache(model, kv_bits=8)` the storage has 8 bits, each token quantised once.
 """
 
 from collections.abc import Sequence
@@ -26,7 +25,6 @@ from transformers import BatchEncoding, Cache
 
 from ..cache.layers import ROOM_TOKENS, SPARE_SHARE, as_indices, check_negative
 from ..cache.session import layer_of
-from ..config import check_kv_bits
 from ..errors import ConfigError, PromptError, UnsupportedModelError
 from ..model.anatomy import decoder_layers, is_extended, refuse_extended, text_config
 from ..model.attention import ROWS, STOCK, layers_handing_on, register_attention
@@ -38,7 +36,7 @@ from ..model.placement import input_device
 from ..model.row_masks import MadeLines
 from ..prefill.layout import layout_of
 from ..prompt.history import UNKNOWN
-from .sequence_layer import QuantisedSequenceLayer, SequenceLayer
+from .sequence_layer import SequenceLayer
 from .sequence_state import check_state, sequences_of
 from .tables import TableSource, counted_in_tokens, regime_tokens
 from .token_table import TokenTable, grown, mask_of
@@ -73,28 +71,22 @@ class SequenceCache(Cache):
     Attributes:
         batch: the sequences that the next forward continues, by row.
         author: the model as it was when it computed what is held; None before anything is.
-        kv_bits: 8 or 4 holds K and V in so many bits; None in the model's dtype.
     """
 
     layers: list[SequenceLayer]  # type: ignore[assignment]
 
-    def __init__(self, model: nn.Module, *, kv_bits: int | None = None, allow_unverified: bool = False) -> None:
+    def __init__(self, model: nn.Module, *, allow_unverified: bool = False) -> None:
         """Begin empty, with sequence 0 active.
 
         Args:
             model: a causal language model of transformers whose keys can be moved. The first cache of a model tests
                 that, with some tens of tokens.
-            kv_bits: 8 or 4 to hold K and V in so many bits, but for the last 32 to 63 tokens, and 32 more for each
-                further active sequence; None holds them in the model's dtype.
             allow_unverified: use a model that fails the self-test, with one warning.
 
         Raises:
-            ConfigError: `kv_bits` is something else.
             UnsupportedModelError: they cannot; the layer is named.
         """
-        check_kv_bits(kv_bits)
         self.model = model
-        self.kv_bits = kv_bits
         self._allow_unverified = allow_unverified
         self._source = TableSource.of(model, below_regime=True)
         self._position_limit = regime_tokens(model)
@@ -112,7 +104,6 @@ class SequenceCache(Cache):
         self.layers = self._empty_layers()
         self._table = TokenTable()
         self._is_arranged = True  # the columns are those of the active sequences
-        self._column_tensors: list[Tensor] = []  # that quantised layers keep of the columns, and share
         self._visible: Tensor | None = None  # columns that each active sequence sees; None: all
         self._was_extended = False
         self._expected: Tensor | None = None  # new ids of the prompts that `inputs` made, `[sequences, tokens]`
@@ -123,11 +114,8 @@ class SequenceCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of K and V that the cache holds, spare room included; with `kv_bits` scales and tables too."""
-        total = sum(layer.nbytes for layer in self.layers)
-        for tensor in self._column_tensors:
-            total += tensor.nbytes
-        return total
+        """Bytes of K and V that the cache holds, spare room included."""
+        return sum(layer.nbytes for layer in self.layers)
 
     @property
     def active(self) -> int:
@@ -401,8 +389,6 @@ class SequenceCache(Cache):
         for number in numbers:
             row, positions = table.row(number)
             state[f"sequence.{number}"] = torch.stack([torch.searchsorted(cells, row), positions])
-        if self.kv_bits is not None:
-            state["kv_bits"] = torch.tensor(self.kv_bits)
         for index, layer in enumerate(self.layers if len(cells) else ()):
             for name, tensor in layer.parts(cells).items():
                 state[f"layer.{index}.{name}"] = tensor
@@ -410,7 +396,7 @@ class SequenceCache(Cache):
 
     def check_state(self, state: dict[str, Tensor]) -> None:
         """Raise EntryFault for tensors that `state` of a cache of this model never gives."""
-        check_state(state, layout_of(self.model), self.kv_bits)
+        check_state(state, layout_of(self.model))
 
     def restore(self, state: dict[str, Tensor], sequence: int | None = None) -> None:
         """Replace all sequences by what `state` gave, or only `sequence` by the state's only one.
@@ -441,24 +427,16 @@ class SequenceCache(Cache):
         if not len(cells):
             self._table.set_row(number, cells, cells)
             return
-        # Cells that are quantised for good come behind those that are here, the others behind all
         end = self._table.count
-        fixed_end = self.layers[0].fixed_cells(end)
-        fixed = int(torch.searchsorted(cells, saved[0].fixed_cells(len(state["ids"]))))
         for layer, other in zip(self.layers, saved, strict=True):
             layer.add(end, other.parts(cells))
-        for at, part in ((fixed_end, cells[:fixed]), (end + fixed, cells[fixed:])):
-            self._table.insert(at, state["ids"][part], state["origins"][part])
-        numbers = [torch.arange(fixed_end, fixed_end + fixed), torch.arange(end + fixed, end + len(cells))]
-        self._table.set_row(number, torch.cat(numbers)[torch.searchsorted(cells, row)], positions.clone())
+        self._table.insert(end, state["ids"][cells], state["origins"][cells])
+        self._table.set_row(number, end + torch.searchsorted(cells, row), positions.clone())
 
     # Inside
 
     def _empty_layers(self) -> list[SequenceLayer]:
-        layers: list[SequenceLayer] = []
-        for _ in decoder_layers(self.model):
-            layers.append(SequenceLayer() if self.kv_bits is None else QuantisedSequenceLayer(self.kv_bits))
-        return layers
+        return [SequenceLayer() for _ in decoder_layers(self.model)]
 
     def _number(self, sequence: int | None) -> int:
         if sequence is None:
@@ -532,8 +510,6 @@ class SequenceCache(Cache):
         self._table.write(self.batch, positions, ids, real)
         if self._visible is not None:
             self._visible = grown(self._visible, real)
-        for layer in self.layers:
-            layer.commit()
         self._show(self.layers[0].length + real.numel())
 
     def _select_rows(self, indices: list[int]) -> None:
@@ -596,11 +572,6 @@ class SequenceCache(Cache):
         for layer, style, by in zip(self.layers, self._source.styles, rotations, strict=True):
             layer.arrange(view.cells, view.in_order, style, by)
         self._visible = None if view.visible is None else view.visible.to(self._device)
-        if self.kv_bits is not None:
-            self._column_tensors = [] if view.in_order else [view.cells]
-            for table in rotations:
-                if table is not None and not any(table[0] is tensor for tensor in self._column_tensors):
-                    self._column_tensors += table
         self._show(len(view.cells))
 
     def _mask_arguments(self, mask: Tensor) -> dict[str, Any]:
@@ -672,7 +643,6 @@ class ShiftCache(SequenceCache):
         *,
         window_tokens: int | None = None,
         keep_tokens: int = 4,
-        kv_bits: int | None = None,
         allow_unverified: bool = False,
     ) -> None:
         """Begin empty.
@@ -682,14 +652,13 @@ class ShiftCache(SequenceCache):
             window_tokens: most tokens that the cache holds; None is the model's `max_position_embeddings`, or just
                 below the length at which its rotary frequencies change (longrope, dynamic).
             keep_tokens: how many of the first tokens are never dropped, such as BOS and a system prompt.
-            kv_bits: 8 or 4 holds K and V in so many bits; None in the model's dtype.
             allow_unverified: use a model that fails the self-test, with one warning.
 
         Raises:
-            ConfigError: there is no room between what is kept and the window, or `kv_bits` is neither 8 nor 4.
+            ConfigError: there is no room between what is kept and the window.
             UnsupportedModelError: the model's keys cannot be moved; the layer is named.
         """
-        super().__init__(model, kv_bits=kv_bits, allow_unverified=allow_unverified)
+        super().__init__(model, allow_unverified=allow_unverified)
         limit = self._position_limit
         if window_tokens is None:
             window_tokens = limit or getattr(text_config(model), "max_position_embeddings", None) or 0

@@ -4,7 +4,7 @@
 
 `ids` and `origins` are `[cells]`: token ids, and the positions that the keys are rotated for. `active` is the number
 of the active sequence. `sequence.N` is `[2, tokens]`: cells and positions of sequence N. `layer.N.k` and `.v` are
-`[kv_heads, cells, width]`; with `kv_bits`, which is saved too, layers have the tensors of `PackedCells.parts`.
+`[kv_heads, cells, width]`.
 """
 
 import re
@@ -13,7 +13,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..cache.quantised_layer import forms, is_grouping
 from ..prompt.history import UNKNOWN
 from ..store.chunk import Layout, has_usable_values
 from ..store.tiers.base import EntryFault
@@ -31,9 +30,9 @@ def sequences_of(state: Mapping[str, Tensor]) -> dict[int, Tensor]:
     return rows
 
 
-def check_state(state: Mapping[str, Tensor], layout: Layout, kv_bits: int | None) -> None:
+def check_state(state: Mapping[str, Tensor], layout: Layout) -> None:
     """Raise EntryFault for tensors that no cache of this layout saves."""
-    _check_forms(state, layout, kv_bits)
+    _check_forms(state, layout)
     cells = len(state["ids"])
     _check_range("ids", state["ids"], UNKNOWN, END)
     _check_range("origins", state["origins"], 0, END)
@@ -44,15 +43,11 @@ def check_state(state: Mapping[str, Tensor], layout: Layout, kv_bits: int | None
         if len(row.unique()) < len(row):
             raise EntryFault("values", f"sequence {number} has a cell twice")
     for name, tensor in state.items():
-        if name.endswith(".groups"):
-            scales = state[name.replace("groups", "k.scale")]
-            if not is_grouping(tensor, scales.shape[1]):
-                raise EntryFault("values", f"{name} are no groups of {scales.shape[1]} scales")
         if tensor.is_floating_point() and not has_usable_values(tensor):
             raise EntryFault("values", f"{name} is NaN, infinite or absurd")
 
 
-def _check_forms(state: Mapping[str, Tensor], layout: Layout, kv_bits: int | None) -> None:
+def _check_forms(state: Mapping[str, Tensor], layout: Layout) -> None:
     """Refuse other names, shapes and dtypes than those of this layout."""
     cells = state["ids"].numel()
     expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -60,15 +55,11 @@ def _check_forms(state: Mapping[str, Tensor], layout: Layout, kv_bits: int | Non
         "ids": ((cells,), torch.int64),
         "origins": ((cells,), torch.int64),
     }
-    if kv_bits is not None:
-        expected["kv_bits"] = (), torch.int64
     for number, row in sequences_of(state).items():
         expected[f"sequence.{number}"] = (2, row.shape[-1]), torch.int64
     for index, pair in enumerate(layout.layers if cells else ()):
-        packed = state["layer.0.groups"].numel() if kv_bits else 0
-        groups = state[f"layer.{index}.k.scale"].shape[1] if kv_bits else 0
-        for name, form in forms(kv_bits, pair, (packed, groups, cells - packed)).items():
-            expected[f"layer.{index}.{name}"] = form
+        for name, (heads, width, dtype) in zip("kv", pair, strict=True):
+            expected[f"layer.{index}.{name}"] = (heads, cells, width), dtype
     got = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
     if got != expected:
         raise EntryFault(

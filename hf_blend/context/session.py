@@ -46,7 +46,7 @@ def save_session(
     """
     cache.refuse_extended()
     author = cache.author or author_of(cache.model)
-    about = identity(cache.model, author, cache.kv_bits, _tokenizer_digest(tokenizer))
+    about = identity(cache.model, author, None, _tokenizer_digest(tokenizer))
     return write_session(path, KIND, about, cache.state(sequence))
 
 
@@ -60,7 +60,7 @@ def load_session(
     """Load a saved cache. If anything is wrong with the file, the cache stays as it was.
 
     Args:
-        cache: of the same model and `kv_bits` as the saved one.
+        cache: of the same model as the saved one.
         path: the file.
         tokenizer: as in `save_session`.
         sequence: load the file's only sequence as this one, beside the others; None replaces all that the cache holds.
@@ -70,7 +70,7 @@ def load_session(
         ConfigError: `sequence` is given, and the file holds several.
     """
     author = author_of(cache.model)._replace(autocast="")
-    about = identity(cache.model, author, cache.kv_bits, _tokenizer_digest(tokenizer))
+    about = identity(cache.model, author, None, _tokenizer_digest(tokenizer))
     state = read_session(path, KIND, about)
     with refusing(path):
         cache.check_state(state)
