@@ -11,12 +11,13 @@ vLLM is imported when `BlendConnector` is asked for.
 from typing import Any
 
 from ...errors import import_extra
+from .interface import check_version, refuse_missing
 from .plan import plan_salt, request_fields
 
 __all__ = ["BlendConnector", "plan_salt", "register", "request_fields"]
 
 
-class _KeptWeights:
+class _KeepsWeights:
     """Tells a linear layer of vLLM to keep its weight as it is, where this connector is to read it."""
 
     def __get__(self, layer: Any, owner: Any = None) -> bool:
@@ -35,13 +36,19 @@ def register() -> None:
     """
     from vllm.model_executor.layers.linear import LinearBase
 
-    LinearBase._cpu_skip_gemm_dispatch = _KeptWeights()
+    LinearBase._cpu_skip_gemm_dispatch = _KeepsWeights()
 
 
 def __getattr__(name: str) -> Any:
     if name != "BlendConnector":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import_extra("vllm", extra="vllm", needed_by="BlendConnector")
-    from .connector import BlendConnector
-
+    version = import_extra("vllm", extra="vllm", needed_by="BlendConnector").__version__
+    check_version(version)
+    try:
+        from .connector import BlendConnector
+    except ImportError as error:
+        module = error.name or ""
+        if not module.startswith("vllm."):
+            raise
+        refuse_missing(version, [f"{module} as it was ({error})"])
     return BlendConnector

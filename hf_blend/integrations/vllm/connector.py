@@ -14,14 +14,14 @@ Nothing is blended before a prompt that vLLM has computed was computed by transf
 import logging
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 import vllm
-from prometheus_client import Counter as Counted
+from prometheus_client import Counter as PromCounter
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -32,8 +32,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.metrics.utils import create_metric_per_engine
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
 
 from ...cache.blend_cache import BlendCache
 from ...config import BlendConfig
@@ -46,26 +51,73 @@ from ...model.fingerprint import fingerprint
 from ...prompt.pieces import Span
 from ...store import ChunkStore
 from ...tenants import read_tenants
-from .plan import NamedPrompt, Reuse, plan_salt, read_params
+from .interface import missing_attributes, missing_fields, missing_methods, parameter_names, refuse_missing
+from .plan import NamedDocuments, NamedPrompt, plan_salt, read_params
 from .weights import FastLinear, load_copy, model_over, speed_up
 
 __all__ = ["BlendConnector"]
 
 logger = logging.getLogger("vllm.hf_blend")  # below vLLM's own, which has a handler
 
-TESTED = ("0.32",)
-OWN = {  # settings of the connector, beside the fields of BlendConfig
-    "store": None, "remote": None, "memory_bytes": 1 << 30, "tenants": None, "allow_copy": False,
-}  # fmt: skip
+# Settings of the connector, beside the fields of BlendConfig
+SETTINGS: dict[str, Any] = {
+    "store": None,
+    "remote": None,
+    "memory_bytes": 1 << 30,
+    "tenants": None,
+    "allow_copy": False,
+}
+
 CHECKED_TOKENS = 256  # of the prompt by which vLLM and transformers are compared
 LEAST_CHECKED = 16
-COUNTED = {
+
+COUNTERS = {
     "blended_requests": "Requests whose documents were blended.",
     "failed_requests": "Requests with documents that were left to vLLM because a blend failed.",
     "reused_tokens": "Tokens of prompts whose stored K and V were used.",
     "recomputed_tokens": "Tokens of stored chunks in prompts that were computed again.",
     "computed_chunks": "Chunks that were not stored and were computed.",
 }
+
+# What is read of vLLM's objects; beside it the methods of the connectors are checked, and imports by their names
+CONFIG_ATTRIBUTES = (
+    "cache_config.block_size",
+    "cache_config.cache_dtype",
+    "cache_config.enable_prefix_caching",
+    "compilation_config.static_forward_context",
+    "kv_transfer_config.kv_connector_extra_config",
+    "kv_transfer_config.kv_load_failure_policy",
+    "model_config.dtype",
+    "model_config.enable_sleep_mode",
+    "model_config.hf_text_config",
+    "model_config.model",
+    "model_config.quantization",
+    "model_config.revision",
+    "model_config.skip_tokenizer_init",
+    "model_config.tokenizer",
+    "parallel_config.world_size",
+)
+REQUEST_ATTRIBUTES = (
+    "cache_salt",
+    "kv_transfer_params",
+    "lora_request",
+    "mm_features",
+    "num_preemptions",
+    "num_prompt_tokens",
+    "prompt_embeds",
+    "prompt_token_ids",
+    "request_id",
+)
+NEW_REQUEST_FIELDS = (
+    "block_ids",
+    "lora_request",
+    "mm_features",
+    "num_computed_tokens",
+    "prompt_embeds",
+    "prompt_token_ids",
+    "req_id",
+)
+WRITE_PARAMETERS = ["layer", "key", "value", "kv_cache", "slot_mapping"]
 
 
 @dataclass
@@ -74,7 +126,7 @@ class Load:
 
     request_id: str
     ids: tuple[int, ...]
-    reuse: Reuse
+    documents: NamedDocuments
     blocks: list[int]
     start: int
 
@@ -92,12 +144,12 @@ class Identity(KVConnectorHandshakeMetadata):
     """What the scheduler must know of the model to find its chunks."""
 
     fingerprint: str
-    sink: tuple[int, ...]
+    chunk_prefix_ids: tuple[int, ...]
 
 
 @dataclass
-class Verdict(KVConnectorWorkerMetadata):
-    """How far K and V of vLLM and of transformers are apart; an error where they could not be compared."""
+class Comparison(KVConnectorWorkerMetadata):
+    """How the comparison of K and V of vLLM and of transformers ended: an error, or empty where they are the same."""
 
     error: str
 
@@ -107,7 +159,7 @@ class Verdict(KVConnectorWorkerMetadata):
 
 
 class BlendStats(KVConnectorStats):
-    """Counts of some steps, by the names of `COUNTED`."""
+    """Counts of some steps, by the names of `COUNTERS`."""
 
     def reset(self) -> None:
         """Begin at 0."""
@@ -130,13 +182,15 @@ class BlendStats(KVConnectorStats):
 class BlendMetrics(KVConnectorPromMetrics):
     """The counters `vllm:hf_blend_…` of each engine."""
 
-    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine: dict[int, Any]) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine)
-        make = metric_types[Counted]
-        self._counters = {
-            name: create_metric_per_engine(make(f"vllm:hf_blend_{name}", text, labelnames), per_engine)
-            for name, text in COUNTED.items()
-        }
+    def __init__(
+        self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, Any]
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        counter_type = metric_types[PromCounter]
+        self._counters = {}
+        for name, text in COUNTERS.items():
+            counter = counter_type(f"vllm:hf_blend_{name}", text, labelnames)
+            self._counters[name] = create_metric_per_engine(counter, per_engine_labelvalues)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Count what some steps did."""
@@ -145,22 +199,32 @@ class BlendMetrics(KVConnectorPromMetrics):
 
 
 class BlendConnector(KVConnectorBase_V1):
-    """Blends stored chunks into vLLM's blocks: what both of its forms, `Scheduler` and `Worker`, have."""
+    """Blends stored chunks into vLLM's blocks: what both of its forms, `Scheduler` and `Worker`, have.
+
+    Of the methods that vLLM asks of both, each form has its own; the other's do nothing. None waits for a layer: no
+    request runs before all of its blocks are filled.
+    """
 
     def __new__(cls, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> Self:
-        """Make the one that vLLM asks for; it knows the name of this class alone."""
-        half: Any = Worker if role == KVConnectorRole.WORKER else Scheduler
-        made: Self = super().__new__(half)
-        return made
+        """Make the form that vLLM asks for; it knows the name of this class alone."""
+        form: Any = Worker if role == KVConnectorRole.WORKER else Scheduler
+        connector: Self = super().__new__(form)
+        return connector
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        check_interface(vllm_config)
         super().__init__(vllm_config, role, kv_cache_config)
-        _check_engine(vllm_config, kv_cache_config)
+        check_engine(vllm_config, kv_cache_config)
         self._kv_transfer_config.kv_load_failure_policy = "recompute"  # its default fails the request
-        settings = dict(self._kv_transfer_config.kv_connector_extra_config)
-        own = {name: settings.pop(name, default) for name, default in OWN.items()}
-        self._config, self._allows_copy = BlendConfig.from_dict(settings), own["allow_copy"]
-        self._stores = Stores(own, own["memory_bytes"] if role == KVConnectorRole.WORKER else 0)
+        blend_settings = dict(self._kv_transfer_config.kv_connector_extra_config)
+        settings = {}
+        for name, default in SETTINGS.items():
+            settings[name] = blend_settings.pop(name, default)
+        if role != KVConnectorRole.WORKER:
+            settings["memory_bytes"] = 0  # it only looks chunks up
+        self._config = BlendConfig.from_dict(blend_settings)
+        self._allows_copy = settings["allow_copy"]
+        self._stores = Stores(settings)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> BlendStats:
@@ -168,19 +232,38 @@ class BlendConnector(KVConnectorBase_V1):
         return BlendStats(data or {})
 
     @classmethod
-    def build_prom_metrics(cls, *args: Any) -> BlendMetrics:
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, Any]
+    ) -> BlendMetrics:
         """Make the counters of vLLM's registry."""
-        return BlendMetrics(*args)
+        return BlendMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """Promise no tokens."""
+        return 0, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Do nothing."""
+
+    def build_connector_meta(self, scheduler_output: Any) -> BlendMetadata:
+        """Tell the worker nothing."""
+        return BlendMetadata()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Do nothing."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Do nothing."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Do nothing."""
+
+    def wait_for_save(self) -> None:
+        """Do nothing."""
 
     def shutdown(self) -> None:
         """Close the stores."""
         self._stores.close()
-
-    def _does_nothing(self, *args: Any, **more: Any) -> Any:
-        """What vLLM asks of both, and the other does, or none: no request runs before all of its blocks are filled."""
-
-    get_num_new_matched_tokens = update_state_after_alloc = build_connector_meta = _does_nothing
-    start_load_kv = wait_for_save = wait_for_layer_load = save_kv_layer = _does_nothing
 
 
 class Scheduler(BlendConnector):
@@ -190,11 +273,11 @@ class Scheduler(BlendConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         self._needs_salt = bool(vllm_config.cache_config.enable_prefix_caching)
         self._identity: Identity
-        self._reuse: dict[str, Any] = {}  # by request; None where nothing is blended
+        self._documents: dict[str, NamedDocuments] = {}  # by request; of those without spans nothing is blended
         self._loaded: dict[str, int] = {}  # the number of preemptions at which a request was last loaded
         self._loads: list[Load] = []
-        self._verdict: Verdict | None = None
-        self._is_checking = False
+        self._comparison: Comparison | None = None
+        self._is_comparing = False
         self._tokenizer: Any = None
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[Any, Identity]) -> None:
@@ -204,37 +287,44 @@ class Scheduler(BlendConnector):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Say how many tokens behind those that vLLM has come from here, and whether they come later."""
         name = request.request_id
-        if self._verdict is None or self._verdict.error or self._loaded.get(name) == request.num_preemptions:
+        if self._comparison is None or self._comparison.error:
             return 0, False
-        if name not in self._reuse:
-            self._reuse[name] = self._find(request)
-        reuse = self._reuse[name]
-        if reuse is None or num_computed_tokens >= reuse.spans[-1].stop:
-            return 0, False  # nothing to reuse; or all of it is in blocks of an earlier request with the same salt
+        if self._loaded.get(name) == request.num_preemptions:
+            return 0, False
+        if name not in self._documents:
+            self._documents[name] = self._find_documents(request)
+        documents = self._documents[name]
+        if not documents.spans:
+            return 0, False
+        if num_computed_tokens >= documents.spans[-1].stop:
+            return 0, False  # all of them are in blocks of an earlier request with the same salt
         tokens = max(0, request.num_prompt_tokens - 1 - num_computed_tokens)
         return tokens, tokens > 0
 
-    def _find(self, request: Any) -> Reuse | None:
-        """The documents of a request, if they may be blended."""
-        if request.lora_request or request.mm_features or request.prompt_embeds is not None:
-            return None
+    def _find_documents(self, request: Any) -> NamedDocuments:
+        """Find the documents of a request that may be blended: those it names, else those that are stored."""
+        if not _is_text(request):
+            return NamedDocuments()
         ids = request.prompt_token_ids
         try:
-            reuse = read_params(request.kv_transfer_params, ids, self._load_tokenizer)
-            if reuse.spans and self._needs_salt:
-                self._check_salt(request, reuse)
-            elif not self._needs_salt and (reuse.spans or reuse.tenant in self._stores.secrets):
-                reuse = Reuse(reuse.spans or self._search(ids, reuse.tenant), reuse.tenant)
+            named = read_params(request.kv_transfer_params, ids, self._load_tokenizer)
+            spans = named.spans
+            if spans:
+                self._stores.check_tenant(named.tenant)
+                if self._needs_salt:
+                    self._check_salt(request, named)
+            elif not self._needs_salt and named.tenant in self._stores.secrets:
+                spans = self._search(ids, named.tenant)
         except Exception as error:
             logger.warning("request %s is not blended: %s: %s", request.request_id, type(error).__name__, error)
-            return None
-        spans = tuple(span for span in reuse.spans if span.stop < len(ids))
-        return Reuse(spans, reuse.tenant) if spans else None
+            return NamedDocuments()
+        # The last token of a prompt is always vLLM's
+        spans = tuple(span for span in spans if span.stop < len(ids))
+        return NamedDocuments(spans, named.tenant)
 
-    def _check_salt(self, request: Any, reuse: Reuse) -> None:
-        self._stores.of(reuse.tenant)  # refuses one that is not known
-        secret = self._stores.secrets[reuse.tenant]
-        salt = plan_salt(request.prompt_token_ids, reuse.spans, self._config, tenant=reuse.tenant, secret=secret)
+    def _check_salt(self, request: Any, named: NamedDocuments) -> None:
+        secret = self._stores.secrets[named.tenant]
+        salt = plan_salt(request.prompt_token_ids, named.spans, self._config, tenant=named.tenant, secret=secret)
         if request.cache_salt != salt:
             raise ConfigError(
                 f"cache_salt={request.cache_salt!r:.20} came, expected what plan_salt makes of its documents: without "
@@ -243,9 +333,12 @@ class Scheduler(BlendConnector):
             )
 
     def _search(self, ids: Sequence[int], tenant: str) -> tuple[Span, ...]:
-        """The stored chunks in a prompt that names none."""
-        matches = self._stores.of(tenant).find(self._identity.fingerprint, self._identity.sink, ids)
-        return tuple(Span(match.start, match.key.token_ids, match.first, match.tokens) for match in matches)
+        """Find stored chunks in a prompt that names none."""
+        store = self._stores.open(tenant)
+        spans = []
+        for match in store.find(self._identity.fingerprint, self._identity.chunk_prefix_ids, ids):
+            spans.append(Span(match.start, match.key.token_ids, match.first, match.tokens))
+        return tuple(spans)
 
     def _load_tokenizer(self) -> Any:
         if self._tokenizer is None:
@@ -253,42 +346,47 @@ class Scheduler(BlendConnector):
         return self._tokenizer
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Note the blocks of a request that were promised tokens."""
+        """Keep the blocks of a request that was promised tokens, for the worker to fill."""
         if not num_external_tokens:
             return
-        ids, reuse = tuple(request.prompt_token_ids), self._reuse[request.request_id]
+        documents = self._documents[request.request_id]
         self._loaded[request.request_id] = request.num_preemptions
+        ids = tuple(request.prompt_token_ids)
         start = len(ids) - 1 - num_external_tokens
-        self._loads.append(Load(request.request_id, ids, reuse, blocks.get_block_ids()[0], start))
+        block_ids = blocks.get_block_ids()[0]
+        self._loads.append(Load(request.request_id, ids, documents, block_ids, start))
 
     def build_connector_meta(self, scheduler_output: Any) -> BlendMetadata:
         """Tell the worker what to do in this step."""
-        step, self._loads = BlendMetadata(self._loads), []
-        if self._verdict is None and not self._is_checking:
-            step.check = next(self._comparable(scheduler_output), None)
-            self._is_checking = step.check is not None
+        step = BlendMetadata(self._loads)
+        self._loads = []
+        if self._comparison is None and not self._is_comparing:
+            step.check = self._find_comparable(scheduler_output)
+            self._is_comparing = step.check is not None
         return step
 
-    def _comparable(self, output: Any) -> Iterator[tuple[list[int], list[int]]]:
-        """Prompts of which this step computes enough tokens."""
+    def _find_comparable(self, output: Any) -> tuple[list[int], list[int]] | None:
+        """Find a prompt of which this step computes enough tokens: its token ids and its blocks."""
         for new in output.scheduled_new_reqs:
-            is_plain = not (new.lora_request or new.mm_features or new.prompt_embeds is not None)
-            tokens = min(new.num_computed_tokens + output.num_scheduled_tokens[new.req_id], CHECKED_TOKENS)
-            ids = (new.prompt_token_ids or [])[:tokens]
-            if is_plain and len(ids) >= LEAST_CHECKED:
-                yield ids, new.block_ids[0]
+            if not _is_text(new) or not new.prompt_token_ids:
+                continue
+            computed = new.num_computed_tokens + output.num_scheduled_tokens[new.req_id]
+            ids = new.prompt_token_ids[: min(computed, CHECKED_TOKENS)]
+            if len(ids) >= LEAST_CHECKED:
+                return ids, new.block_ids[0]
+        return None
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Learn how the comparison ended: blend from now on, or never."""
-        verdict = connector_output.kv_connector_worker_meta
-        if verdict is not None:
-            self._verdict = verdict
-            if verdict.error:
-                logger.error("nothing is blended: %s", verdict.error)
+        comparison = connector_output.kv_connector_worker_meta
+        if comparison is not None:
+            self._comparison = comparison
+            if comparison.error:
+                logger.error("nothing is blended: %s", comparison.error)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
         """Forget a request; its blocks are not needed."""
-        self._reuse.pop(request.request_id, None)
+        self._documents.pop(request.request_id, None)
         self._loaded.pop(request.request_id, None)
         return False, None
 
@@ -304,7 +402,7 @@ class Worker(BlendConnector):
         self._identity: Identity | None = None
         self._finished: set[str] = set()
         self._failed: set[int] = set()
-        self._verdict: Verdict | None = None
+        self._comparison: Comparison | None = None
         self._counted = Counter[str]()
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
@@ -313,6 +411,7 @@ class Worker(BlendConnector):
         speed_up(vllm_model)
         layers = self._vllm_config.compilation_config.static_forward_context
         self._layers = [layers[name] for name in kv_caches]
+        check_layers(self._layers)
         try:
             self.model = model_over(vllm_model, self._vllm_config.model_config)
         except UnsupportedModelError:
@@ -338,16 +437,25 @@ class Worker(BlendConnector):
             self._fill(load)
 
     def _fill(self, load: Load) -> None:
+        """Blend a request and write K and V into its blocks; after a failure vLLM computes these."""
         try:
-            layers, report = self._blend(load.ids, load.reuse.spans, self._stores.of(load.reuse.tenant))
-            stop = len(load.ids) - 1
-            indices = self._indices(load.blocks, load.start, stop)
-            for own, (keys, values) in zip(self._layers, layers, strict=True):
-                _write(own, own.kv_cache, keys[load.start : stop], values[load.start : stop], indices)
+            # Blend
+            store = self._stores.open(load.documents.tenant)
+            blended, report = self._blend(load.ids, load.documents.spans, store)
             logger.debug("request %s is blended: %s", load.request_id, report)
-            stored, reused = report.exact_tokens + report.reusable_tokens, report.reused_tokens
-            tokens = {"reused_tokens": reused, "recomputed_tokens": stored - reused}
-            self._counted.update(blended_requests=1, computed_chunks=report.computed_chunks, **tokens)
+
+            # Write all tokens but those that vLLM has, and the last one, which it runs itself
+            stop = len(load.ids) - 1
+            slots = self._slots(load.blocks, load.start, stop)
+            for layer, (keys, values) in zip(self._layers, blended, strict=True):
+                _write(layer, layer.kv_cache, keys[load.start : stop], values[load.start : stop], slots)
+
+            # Count
+            stored_tokens = report.exact_tokens + report.reusable_tokens
+            self._counted["blended_requests"] += 1
+            self._counted["computed_chunks"] += report.computed_chunks
+            self._counted["reused_tokens"] += report.reused_tokens
+            self._counted["recomputed_tokens"] += stored_tokens - report.reused_tokens
         except Exception as error:
             logger.warning("request %s is computed by vLLM: %s: %s", load.request_id, type(error).__name__, error)
             self._failed.update(load.blocks[load.start // self._block_size :])
@@ -364,8 +472,7 @@ class Worker(BlendConnector):
             self.model(**inputs, **cache_argument(self.model, cache), use_cache=True, logits_to_keep=1)
         if cache.report.fallback_reason:
             raise HfBlendError(cache.report.fallback_reason)
-        layers: list[Any] = cache.layers
-        return [(layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1)) for layer in layers], cache.report
+        return [_keys_and_values(layer) for layer in cache.layers], cache.report
 
     def wait_for_save(self) -> None:
         """Compare, after the forward, K and V that vLLM has computed with those of transformers."""
@@ -378,98 +485,131 @@ class Worker(BlendConnector):
                 row = torch.tensor([ids], device=self.model.device)
                 cache: Any = stock_cache(self.model)
                 self.model(input_ids=row, **cache_argument(self.model, cache), use_cache=True, logits_to_keep=1)
-            worst = max(map(self._distance, self._layers, cache.layers, [blocks] * len(self._layers)))
-            most = TOLERANCE.get(self.model.dtype, COARSE_TOLERANCE)
-            if worst > most:
+            distances = []
+            for layer, cached in zip(self._layers, cache.layers, strict=True):
+                distances.append(self._distance(layer, cached, blocks))
+            worst = float(torch.tensor(distances).max())
+            tolerance = TOLERANCE.get(self.model.dtype, COARSE_TOLERANCE)
+            if not worst <= tolerance:  # a NaN is no agreement
                 raise UnsupportedModelError(
                     f"K and V of vLLM differ from those of {type(self.model).__name__} by {worst:.2g} of their norm, "
-                    f"expected at most {most}. Its cache, its rotary embedding or its kernels are others."
+                    f"expected at most {tolerance}. Its cache, its rotary embedding or its kernels are others: serve "
+                    "without the connector."
                 )
-            self._verdict = Verdict("")
+            self._comparison = Comparison("")
         except Exception as error:
-            self._verdict = Verdict(f"{type(error).__name__}: {error}")
+            self._comparison = Comparison(f"{type(error).__name__}: {error}")
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str]]:
         """Name the requests whose blocks are filled, or have failed."""
-        finished, self._finished = self._finished, set()
+        finished = self._finished
+        self._finished = set()
         return None, finished
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Name the blocks that vLLM must compute."""
-        failed, self._failed = self._failed, set()
+        failed = self._failed
+        self._failed = set()
         return failed
 
-    def build_connector_worker_meta(self) -> Verdict | None:
+    def build_connector_worker_meta(self) -> Comparison | None:
         """Say how the comparison ended."""
-        verdict, self._verdict = self._verdict, None
-        return verdict
+        comparison = self._comparison
+        self._comparison = None
+        return comparison
 
     def get_kv_connector_stats(self) -> BlendStats | None:
         """Say what was done since the last call."""
-        counted, self._counted = self._counted, Counter[str]()
+        counted = self._counted
+        self._counted = Counter()
         return BlendStats(dict(counted)) if counted else None
 
-    def _distance(self, own: Any, layer: Any, blocks: list[int]) -> float:
-        """How far a layer's K and V are from those in its blocks, as a share of their norm.
+    def _distance(self, layer: Any, cached: Any, blocks: list[int]) -> float:
+        """Measure how far K and V of a layer in vLLM's blocks are from those cached, as a share of their norm.
 
-        The order of numbers in a block is the backend's affair: they are written into a copy of the blocks.
+        The order of numbers in a block is the backend's affair: the cached ones are written into a copy of the blocks.
         """
-        keys, values = layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1)
-        count = -(-len(keys) // self._block_size)
-        size = own.kv_cache.shape[-2]
-        rows = self._indices(blocks, 0, count * self._block_size)[::size] // size
-        block = own.kv_cache[rows]
-        copy = block.clone()
-        _write(own, copy, keys, values, self._indices(list(range(count)), 0, len(keys)))
+        keys, values = _keys_and_values(cached)
+        count = -(-len(keys) // self._block_size)  # of blocks
+        # A backend may split a block into smaller ones
+        kernel_size = layer.kv_cache.shape[-2]
+        slots = self._slots(blocks, 0, count * self._block_size)
+        rows = slots[::kernel_size] // kernel_size
+        computed = layer.kv_cache[rows]
+        written = computed.clone()
+        _write(layer, written, keys, values, self._slots(list(range(count)), 0, len(keys)))
         norm = torch.cat((keys, values)).float().norm()
-        return float((copy.float() - block.float()).norm() / norm)
+        return float((written.float() - computed.float()).norm() / norm)
 
-    def _indices(self, blocks: Sequence[int], start: int, stop: int) -> Tensor:
-        """Where in the cache tokens are, `[tokens]`."""
+    def _slots(self, blocks: Sequence[int], start: int, stop: int) -> Tensor:
+        """Give the slots of the cache that tokens of a request are in, `[tokens]`."""
         tokens = torch.arange(start, stop)
-        indices = torch.tensor(blocks)[tokens // self._block_size] * self._block_size + tokens % self._block_size
-        return indices.to(self.model.device)
+        block_ids = torch.tensor(blocks)[tokens // self._block_size]
+        slots = block_ids * self._block_size + tokens % self._block_size
+        return slots.to(self.model.device)
 
 
 class Stores:
     """The chunk stores of all tenants, each opened when it is needed."""
 
-    def __init__(self, own: Mapping[str, Any], memory_bytes: int) -> None:
+    def __init__(self, settings: Mapping[str, Any]) -> None:
         self.secrets: dict[str, bytes | None] = {"": None}
-        if own["tenants"]:
-            self.secrets = {tenant.name: tenant.secret for tenant in read_tenants(Path(own["tenants"]))}
-        self._open: dict[str, ChunkStore] = {}
-        self._settings = {"remote": own["remote"], "memory_bytes": memory_bytes // len(self.secrets)}
-        self._location = own["store"]
+        if settings["tenants"]:
+            self.secrets = {tenant.name: tenant.secret for tenant in read_tenants(Path(settings["tenants"]))}
+        self._settings = settings
+        self._opened: dict[str, ChunkStore] = {}
 
-    def of(self, tenant: str) -> ChunkStore:
-        """The store of a tenant."""
+    def check_tenant(self, tenant: str) -> None:
+        """Refuse a tenant that is not known."""
         if tenant not in self.secrets:
-            raise ConfigError(f"tenant={tenant!r:.60} came, expected one of the {len(self.secrets)} that are known.")
-        if tenant not in self._open:
-            self._open[tenant] = ChunkStore.open(self._location, namespace=tenant, **self._settings)
-        return self._open[tenant]
+            raise ConfigError(
+                f"tenant={tenant!r:.60} came, expected one of the {len(self.secrets)} that are known. Add it to the "
+                "file of tenants, or send a known name."
+            )
+
+    def open(self, tenant: str) -> ChunkStore:
+        """Open the store of a tenant, once."""
+        self.check_tenant(tenant)
+        if tenant not in self._opened:
+            self._opened[tenant] = ChunkStore.open(
+                self._settings["store"],
+                remote=self._settings["remote"],
+                memory_bytes=self._settings["memory_bytes"] // len(self.secrets),
+                namespace=tenant,
+            )
+        return self._opened[tenant]
 
     def close(self) -> None:
         """Close all."""
-        while self._open:
-            self._open.popitem()[1].close()
+        for store in self._opened.values():
+            store.close()
+        self._opened.clear()
 
 
 def load_tokenizer(model_config: Any) -> Any:
-    """The tokenizer that vLLM was started with; None if it was told to load none."""
+    """Load the tokenizer that vLLM was started with; None if it was started without one."""
     if model_config.skip_tokenizer_init:
         return None
     return AutoTokenizer.from_pretrained(model_config.tokenizer)
 
 
-def _write(layer: Any, kv_cache: Tensor, keys: Tensor, values: Tensor, indices: Tensor) -> None:
+def _is_text(request: Any) -> bool:
+    """Return True if K and V of a request depend on its token ids alone."""
+    return not request.lora_request and not request.mm_features and request.prompt_embeds is None
+
+
+def _keys_and_values(cached: Any) -> tuple[Tensor, Tensor]:
+    """Give K and V of a layer of a cache, `[tokens, kv_heads, head_dim]` each, with keys at their positions."""
+    return cached.keys[0].transpose(0, 1), cached.values[0].transpose(0, 1)
+
+
+def _write(layer: Any, kv_cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
     """Write K and V, `[tokens, kv_heads, head_dim]` each, as the layer writes its own."""
-    layer.impl.do_kv_cache_update(layer, keys.contiguous(), values.contiguous(), kv_cache, indices)
+    layer.impl.do_kv_cache_update(layer, keys.contiguous(), values.contiguous(), kv_cache, slots)
 
 
 def _model_of_caller() -> nn.Module:
-    """The model of the runner that registers its caches: vLLM hands it to no connector."""
+    """Find the model of the runner that registers its caches: vLLM passes it to no connector."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         runner = frame.f_locals.get("self")
@@ -477,28 +617,67 @@ def _model_of_caller() -> nn.Module:
             model: nn.Module = runner.get_model()
             return model
         frame = frame.f_back
-    raise ConfigError(f"no model runner of vLLM {vllm.__version__} calls register_kv_caches. Use a tested version.")
+    raise ConfigError(
+        f"vLLM {vllm.__version__} calls register_kv_caches from no runner with a method get_model, expected one. Use "
+        "a tested version."
+    )
 
 
-def _check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
+def check_interface(vllm_config: Any) -> None:
+    """Refuse a vLLM that lacks a name which is used here, before a request comes."""
+    request = Request("", [0], SamplingParams(), None)
+    missing = [
+        *missing_methods(KVConnectorBase_V1, (BlendConnector, Scheduler, Worker)),
+        *missing_methods(KVConnectorStats, (BlendStats,)),
+        *missing_methods(KVConnectorPromMetrics, (BlendMetrics,)),
+        *missing_attributes(vllm_config, CONFIG_ATTRIBUTES),
+        *missing_attributes(request, REQUEST_ATTRIBUTES),
+        *missing_fields(NewRequestData, NEW_REQUEST_FIELDS),
+        *missing_fields(SchedulerOutput, ("scheduled_new_reqs", "num_scheduled_tokens")),
+        *missing_fields(KVConnectorOutput, ("kv_connector_worker_meta",)),
+        *missing_attributes(KVCacheBlocks, ("get_block_ids",)),
+    ]
+    refuse_missing(vllm.__version__, missing)
+
+
+def check_layers(layers: Sequence[Any]) -> None:
+    """Refuse attention layers whose K and V cannot be written as they write them."""
+    for layer in layers:
+        refuse_missing(vllm.__version__, missing_attributes(layer, ("kv_cache", "impl.do_kv_cache_update")))
+        names = parameter_names(layer.impl.do_kv_cache_update)
+        if names and names != WRITE_PARAMETERS:  # none are named by what passes all of them on
+            raise ConfigError(
+                f"{type(layer.impl).__name__} of vLLM {vllm.__version__} writes K and V by do_kv_cache_update("
+                f"{', '.join(names)}), expected ({', '.join(WRITE_PARAMETERS)}). Choose another attention backend."
+            )
+
+
+def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
     """Refuse what cannot be blended, before a request comes."""
-    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    model = vllm_config.model_config
+    world_size = vllm_config.parallel_config.world_size
+    if world_size > 1:
+        _refuse(f"world_size={world_size}", "a blended prefill runs on one device")
+    if model.enable_sleep_mode:
+        _refuse("enable_sleep_mode", "what the worker holds beside its weights is not kept while it sleeps")
+
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    odd = [type(spec).__name__ for spec in specs if type(spec) is not FullAttentionSpec or spec.sliding_window]
-    rope = str(getattr(model.hf_text_config, "rope_parameters", None) or {})
+    if len(specs) != 1:
+        _refuse(f"{len(specs)} groups of layers", "all layers must keep their K and V alike")
+    if type(specs[0]) is not FullAttentionSpec or specs[0].sliding_window:
+        _refuse(f"a cache of {type(specs[0]).__name__}", "only full attention is kept whole")
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    if cache_dtype != "auto":
+        _refuse(f"kv_cache_dtype={cache_dtype}", "blended K and V have the model's dtype")
+
     allows_copy = vllm_config.kv_transfer_config.kv_connector_extra_config.get("allow_copy", False)
-    refused = (
-        (not vllm.__version__.startswith(TESTED), f"vLLM {vllm.__version__}", f"expected {' or '.join(TESTED)}"),
-        (parallel.world_size > 1, f"world_size={parallel.world_size}", "a blended prefill runs on one device"),
-        (len(specs) != 1, f"{len(specs)} groups of layers", "all layers must keep their K and V alike"),
-        (bool(odd), f"a cache of {', '.join(odd)}", "only full attention is kept whole"),
-        (vllm_config.cache_config.cache_dtype != "auto", f"kv_cache_dtype={vllm_config.cache_config.cache_dtype}",
-         "blended K and V have the model's dtype"),
-        (model.quantization is not None and not allows_copy, f"quantization={model.quantization}",
-         "the weights are no rows that transformers can use; allow_copy loads them a second time"),
-        ("dynamic" in rope or "longrope" in rope, "a rotary embedding that depends on the prompt's length",
-         "requests would change each other"),
-    )  # fmt: skip
-    for is_so, setting, reason in refused:
-        if is_so:
-            raise ConfigError(f"BlendConnector cannot serve {setting}: {reason}.")
+    if model.quantization is not None and not allows_copy:
+        reason = "the weights are no rows that transformers can use; allow_copy loads them a second time"
+        _refuse(f"quantization={model.quantization}", reason)
+    rope = str(getattr(model.hf_text_config, "rope_parameters", None) or {})
+    if "dynamic" in rope or "longrope" in rope:
+        _refuse("a rotary embedding that depends on the prompt's length", "requests would change each other")
+
+
+def _refuse(setting: str, reason: str) -> None:
+    raise ConfigError(f"BlendConnector cannot serve {setting}: {reason}. Serve this model without the connector.")

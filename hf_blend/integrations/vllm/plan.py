@@ -22,14 +22,16 @@ from ...prompt.messages import build_messages, with_documents
 from ...prompt.pieces import NamedPrompt, Span, tokenize
 from ...prompt.text import aligned
 
-__all__ = ["NamedPrompt", "Reuse", "plan_salt", "read_params", "request_fields"]
+__all__ = ["NamedDocuments", "NamedPrompt", "plan_salt", "read_params", "request_fields"]
+
+LoadTokenizer = Callable[[], Any]
 
 
 @dataclass(frozen=True)
-class Reuse:
-    """The documents of a prompt, from left to right, and whose they are."""
+class NamedDocuments:
+    """The documents that a request names, from left to right, and whose they are."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[Span, ...] = ()
     tenant: str = ""
 
 
@@ -60,20 +62,21 @@ def request_fields(
         **template: arguments of the chat template; send them as `chat_template_kwargs` too.
 
     Returns:
-        `messages`, `kv_transfer_params` with the places of the documents in the prompt, and `cache_salt`.
+        `messages`, `kv_transfer_params` with the spans of the documents in the prompt, and `cache_salt`.
 
     Raises:
         PromptError: the tokenizer has no chat template, the template refuses the messages, or no message is a user's.
     """
-    placed, texts = with_documents(messages, documents)
-    prompt = build_messages(tokenizer, placed, texts, template)
-    spans = [[span.start, list(span.token_ids), span.first, span.tokens] for span in prompt.spans()]
-    salt = plan_salt(prompt.ids if spans else (), spans, config, tenant=tenant, secret=secret)
-    fields: dict[str, Any] = {"messages": placed}
+    filled, texts = with_documents(messages, documents)
+    prompt = build_messages(tokenizer, filled, texts, template)
+    spans = [_as_list(span) for span in prompt.spans()]
+    fields: dict[str, Any] = {"messages": filled}
     if spans:
         fields["kv_transfer_params"] = {"documents": spans, "tenant": tenant}
-    if spans or tenant:
-        fields["cache_salt"] = salt  # no blended block has the salt of an empty plan
+        fields["cache_salt"] = plan_salt(prompt.ids, spans, config, tenant=tenant, secret=secret)
+    elif tenant:
+        # Nothing is blended, and no blended block has the salt of an empty plan
+        fields["cache_salt"] = plan_salt((), (), config, tenant=tenant, secret=secret)
     return fields
 
 
@@ -90,31 +93,46 @@ def plan_salt(
     `token_ids` are those of the whole prompt, documents are as in `kv_transfer_params`, without texts.
     """
     spans = _spans(documents, token_ids, None)
-    about = {
+    plan = {
         "tenant": tenant,
         "config": config.to_dict(),
         "documents": [[span.start, span.first, span.tokens, list(span.token_ids)] for span in spans],
-        "token_ids": list(map(int, token_ids)),  # a selector may look at the question
+        "token_ids": [int(token) for token in token_ids],  # a selector may look at the question
     }
-    text = json.dumps(about, sort_keys=True, separators=(",", ":"))
-    return hashlib.blake2b(text.encode(), digest_size=32, key=(secret or b"")[:64]).hexdigest()
+    text = json.dumps(plan, sort_keys=True, separators=(",", ":"))
+    key = (secret or b"")[: hashlib.blake2b.MAX_KEY_SIZE]
+    return hashlib.blake2b(text.encode(), digest_size=32, key=key).hexdigest()
 
 
 def read_params(
-    params: Mapping[str, Any] | None, token_ids: Sequence[int], tokenizer: Callable[[], Any] | None
-) -> Reuse:
-    """What a request says in its `kv_transfer_params`; without spans if it names no documents."""
+    params: Mapping[str, Any] | None, token_ids: Sequence[int], load_tokenizer: LoadTokenizer | None
+) -> NamedDocuments:
+    """Read what a request says in its `kv_transfer_params`; gives no spans if it names no documents.
+
+    Raises PromptError where a document is not in the prompt, or the fields are of other types.
+    """
     fields = params or {}
-    documents, tenant = fields.get("documents") or (), fields.get("tenant") or ""
+    documents = fields.get("documents") or ()
+    tenant = fields.get("tenant") or ""
     if not isinstance(tenant, str):
         raise PromptError(f"tenant is {tenant!r:.60}, expected a name. Leave it out where there are no tenants.")
     if isinstance(documents, str) or not isinstance(documents, Sequence):
-        raise PromptError(f"documents is {documents!r:.60}, expected a list of texts or of [start, stop].")
-    return Reuse(tuple(_spans(documents, token_ids, tokenizer)), tenant)
+        raise PromptError(
+            f"documents is {documents!r:.60}, expected a list of texts or of [start, stop]. Send a list, also of one."
+        )
+    return NamedDocuments(tuple(_spans(documents, token_ids, load_tokenizer)), tenant)
 
 
-def _spans(documents: Sequence[Any], token_ids: Sequence[int], tokenizer: Callable[[], Any] | None) -> list[Span]:
-    spans = sorted((_span(row, token_ids, tokenizer) for row in documents), key=lambda row: row.start)
+def _as_list(span: Span) -> list[Any]:
+    """Write a span as JSON has it; the opposite of `_listed_span`."""
+    return [span.start, list(span.token_ids), span.first, span.tokens]
+
+
+def _spans(documents: Sequence[Any], token_ids: Sequence[int], load_tokenizer: LoadTokenizer | None) -> list[Span]:
+    spans = []
+    for document in documents:
+        spans.append(_span(document, token_ids, load_tokenizer))
+    spans.sort(key=lambda span: span.start)
     for left, right in pairwise(spans):
         if left.overlaps(right):
             raise PromptError(
@@ -123,24 +141,40 @@ def _spans(documents: Sequence[Any], token_ids: Sequence[int], tokenizer: Callab
     return spans
 
 
-def _span(text: Any, token_ids: Sequence[int], tokenizer: Callable[[], Any] | None) -> Span:
-    """A document: its text; [start, stop]; or the fields of a `Span`, for one of which the prompt has a part."""
-    size = len(token_ids)
-    match text:
-        case str() | Mapping() if tokenizer is not None:
-            packed, forms = array("i", token_ids).tobytes(), (tokenize(tokenizer(), form) for form in forms_of(text))
-            span = next(filter(None, (aligned(packed, 0, size, 0, ids) for ids in forms if ids)), None)
-        case [int(start), int(stop)] if 0 <= start < stop <= size:
-            span = Span.whole(start, tuple(map(int, token_ids[start:stop])))
-        case [int(start), [*ids], int(first), int(tokens)] if min(start, first) >= 0 < tokens:
-            span = Span(start, tuple(ids), first, tokens)
-            here = tuple(token_ids[start : start + tokens])
-            span = span if here == span.token_ids[first : first + tokens] and len(here) == tokens else None
-        case _:
-            span = None
+def _span(document: Any, token_ids: Sequence[int], load_tokenizer: LoadTokenizer | None) -> Span:
+    """Find a document: its text; [start, stop]; or the fields of a `Span`, for one of which the prompt has a part."""
+    span = None
+    match document:
+        case str() | Mapping() if load_tokenizer is not None:
+            span = _text_span(document, token_ids, load_tokenizer())
+        case [int(start), int(stop)] if 0 <= start < stop <= len(token_ids):
+            span = Span.whole(start, [int(token) for token in token_ids[start:stop]])
+        case [int(start), [*ids], int(first), int(tokens)]:
+            span = _listed_span(Span(start, tuple(ids), first, tokens), token_ids)
     if span is None or not span.tokens:
         raise PromptError(
-            f"the document {text!r:.60} is not in the prompt of {size} tokens. Give [start, stop], or its text as it "
-            "is in the prompt."
+            f"the document {document!r:.60} is not in the prompt of {len(token_ids)} tokens. Give [start, stop], or "
+            "its text as it is in the prompt."
         )
     return span
+
+
+def _text_span(document: Any, token_ids: Sequence[int], tokenizer: Any) -> Span | None:
+    """Find a text, tokenised alone, in the prompt; its first tokens may differ there."""
+    packed = array("i", token_ids).tobytes()
+    for form in forms_of(document):
+        ids = tokenize(tokenizer, form)
+        span = aligned(packed, 0, len(token_ids), 0, ids) if ids else None
+        if span is not None:
+            return span
+    return None
+
+
+def _listed_span(span: Span, token_ids: Sequence[int]) -> Span | None:
+    """Give a span that a request has written out, if the prompt has its tokens there."""
+    if span.start < 0 or span.first < 0 or span.tokens <= 0:
+        return None
+    in_prompt = tuple(token_ids[span.start : span.stop])
+    in_chunk = span.token_ids[span.first : span.first + span.tokens]
+    is_there = in_prompt == in_chunk and len(in_prompt) == span.tokens
+    return span if is_there else None

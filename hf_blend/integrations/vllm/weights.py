@@ -7,7 +7,7 @@ parameter of the one is a view of one of the other, and nothing is held twice. W
 read from these same bytes: a store that transformers has filled is found.
 """
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ def fast_linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     """A linear layer by oneDNN in float32 on a CPU: what torch takes there, MKL, is slow on some of them."""
     if states.device.type != "cpu" or states.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
         return torch.nn.functional.linear(states, weight, bias)
-    done: Tensor = torch.ops.mkldnn._linear_pointwise(states, weight, bias, "none", [], "")
-    return done
+    output: Tensor = torch.ops.mkldnn._linear_pointwise(states, weight, bias, "none", [], "")
+    return output
 
 
 class FastLinear(TorchFunctionMode):
@@ -52,20 +52,21 @@ def model_over(vllm_model: nn.Module, model_config: Any) -> nn.Module:
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=model_config.dtype, attn_implementation="sdpa")
     model.tie_weights()
-    tensors = dict(vllm_model.named_parameters())
-    packed = getattr(vllm_model, "packed_modules_mapping", None) or {}
-    tables = [name for name, module in vllm_model.named_modules() if isinstance(module, VocabParallelEmbedding)]
-    padded = {f"{name}.weight" for name in tables}  # with rows that no token has
-    shapes = {name: own.shape for name, own in model.named_parameters()}
+
+    # Set each parameter to a view
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    fused = FusedTensors(vllm_model, shapes)
     for name, shape in shapes.items():
-        weight = _found(name, shapes, tensors, packed, padded)
+        weight = fused.view(name)
         if weight is None or weight.shape != shape or weight.dtype != model.dtype:
             _refuse(model, name, shape, weight)
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, nn.Parameter(weight))
     model.tie_weights()
+
+    # Move the rotary tables, which are no parameters
     device = next(model.parameters()).device
-    return model.to(device).eval()  # moves the rotary tables, which are no parameters
+    return model.to(device).eval()
 
 
 def load_copy(model_config: Any, device: torch.device) -> nn.Module:
@@ -76,27 +77,51 @@ def load_copy(model_config: Any, device: torch.device) -> nn.Module:
     return model.to(device).eval()
 
 
-def _found(
-    name: str,
-    shapes: Mapping[str, torch.Size],
-    tensors: Mapping[str, Tensor],
-    packed: Mapping[str, list[str]],
-    padded: Set[str],
-) -> Tensor | None:
-    """The part of vLLM's tensors that is a parameter of transformers, if it is there."""
-    shape = shapes[name]
-    if name in tensors:
-        weight = tensors[name].detach()
-        return weight[: shape[0]] if name in padded else weight
-    module, _, kind = name.rpartition(".")
-    owner, _, leaf = module.rpartition(".")
-    for fused, parts in packed.items():
-        tensor = tensors.get(f"{owner}.{fused}.{kind}")
-        if leaf in parts and tensor is not None:
-            rows = [shapes.get(f"{owner}.{piece}.{kind}", (0,))[0] for piece in parts]
-            start = sum(rows[: parts.index(leaf)])
-            return tensor.detach()[start : start + shape[0]] if tensor.shape[0] == sum(rows) else tensor
-    return None
+class FusedTensors:
+    """The tensors of a model of vLLM, of which parameters of transformers are rows.
+
+    `shapes` are those of transformers' parameters, by name.
+    """
+
+    def __init__(self, vllm_model: nn.Module, shapes: Mapping[str, torch.Size]) -> None:
+        self._shapes = shapes
+        self._tensors = {name: parameter.detach() for name, parameter in vllm_model.named_parameters()}
+        # Such as {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+        self._packed: Mapping[str, list[str]] = getattr(vllm_model, "packed_modules_mapping", None) or {}
+        self._padded = set()  # with rows that no token has
+        for name, module in vllm_model.named_modules():
+            if isinstance(module, VocabParallelEmbedding):
+                self._padded.add(f"{name}.weight")
+
+    def view(self, name: str) -> Tensor | None:
+        """Give the rows that are a parameter of transformers; None if vLLM has no tensor of this name.
+
+        A tensor of another form is given whole: its shape says so.
+        """
+        if name in self._tensors:
+            tensor = self._tensors[name]
+            return tensor[: self._shapes[name][0]] if name in self._padded else tensor
+        module, _, kind = name.rpartition(".")
+        parent, _, part = module.rpartition(".")
+        for fused, parts in self._packed.items():
+            tensor_name = f"{parent}.{fused}.{kind}"
+            if part in parts and tensor_name in self._tensors:
+                siblings = [f"{parent}.{sibling}.{kind}" for sibling in parts]
+                return self._rows(self._tensors[tensor_name], siblings, name)
+        return None
+
+    def _rows(self, tensor: Tensor, siblings: list[str], name: str) -> Tensor:
+        """Give the rows of one of the parameters that lie in a tensor one after the other."""
+        start = 0
+        stops = {}
+        for sibling in siblings:
+            if sibling in self._shapes:
+                start += self._shapes[sibling][0]
+            stops[sibling] = start
+        if tensor.shape[0] != start:
+            return tensor
+        stop = stops[name]
+        return tensor[stop - self._shapes[name][0] : stop]
 
 
 def _refuse(model: nn.Module, name: str, shape: torch.Size, weight: Tensor | None) -> None:
