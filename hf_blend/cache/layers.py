@@ -172,8 +172,8 @@ class BlendLayer(BatchOfRequests, DynamicLayer):
     def state(self) -> dict[str, Tensor]:
         """The tensors of one request by name, `[heads, tokens, width]`, from which `load_state` fills a layer."""
         kept, _ = self.sizes_behind(self.length, 0)
-        start = self.keys.shape[2] - kept
-        return {"k": self.keys[0, :, start:], "v": self.values[0, :, start:]}
+        start = self.keys.shape[2] - kept  # type: ignore[union-attr]
+        return {"k": self.keys[0, :, start:], "v": self.values[0, :, start:]}  # type: ignore[index]
 
     def load_state(self, state: Mapping[str, Tensor], tokens: int) -> None:
         """Hold what `state` gave of a layer with so many tokens."""

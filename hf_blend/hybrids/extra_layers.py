@@ -139,7 +139,7 @@ class MixerLayer(BatchOfRequests, LinearAttentionLayer):
                     state[f"{name}.{number}"] = tensor
         for number, width in self.conv_kernel_size.items():
             if f"conv_states.{number}" in state:  # one that records its past has more
-                state[f"conv_states.{number}"] = state[f"conv_states.{number}"][..., -width:]
+                state[f"conv_states.{number}"] = state[f"conv_states.{number}"][..., -width:]  # type: ignore[operator]
         return state
 
     def load_state(self, state: Mapping[str, Tensor], tokens: int) -> None:

@@ -103,7 +103,7 @@ def _attend(
     Returns:
         The output `[batch, rows, heads, value_dim]`, and the attention weights if the function gives any.
     """
-    stock = stock or eager_function(type(module))
+    stock = stock or eager_function(type(module))  # type: ignore[arg-type]
     override = kwargs.pop(OVERRIDE, None) or _marked.take(key)
     if override is not None:
         return override(partial(_attend, stock), module, query, key, value, attention_mask, **kwargs)

@@ -98,7 +98,7 @@ def _in_one_row(
     ends = list(pairwise(accumulate(map(len, texts), initial=0)))
     ids = [token for text in texts for token in text]
     starts = [start for start, _ in ends]
-    positions = []
+    positions: list[int] = []
     for start, end in ends:
         first = shared if start else 0
         positions += range(first, first + end - start)

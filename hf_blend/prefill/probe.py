@@ -100,6 +100,6 @@ def run_probe(model: nn.Module, cache: Any, context: PrefillContext) -> None:
     if len(plan.counts) > 1 or plan.has_padding or request.past:
         names.append("attention_mask")
     arguments = {name: request.arguments[name] for name in names if request.arguments.get(name) is not None}
-    decoder = model.get_decoder()  # type: ignore[operator]
+    decoder = model.get_decoder()
     with contextlib.suppress(StopForward):
         decoder(**{**without_cache(arguments), **cache_argument(decoder, cache), "use_cache": True})
