@@ -32,16 +32,12 @@ Selectors = Annotated[
 Ratios = Annotated[
     list[float] | None, typer.Option("--ratio", help="For selectors without one; may be repeated. Default: three.")
 ]
-Quick = Annotated[
-    bool, typer.Option("--quick", help="Calibrate on ten bundled prompts: three rules and full reuse at equal charge.")
-]
 Limit = Annotated[int, typer.Option(min=0, help="The first prompts; 0 is all of a file, and 24 over the handbook.")]
 Seed = Annotated[int, typer.Option(help="Of the halves, and of which pages of the handbook.")]
 
 
 def tune(
     model: Model = REAL,
-    quick: Quick = False,
     prompts: Prompts = None,
     leave: Leave = 0.35,
     selector: Selectors = None,
@@ -61,17 +57,14 @@ def tune(
     is chosen, full reuse among them. With --store the choice is kept there: BlendCache(model, store) takes it. Exit
     code 1: none leaves so little, and the nearest is shown, not kept.
 
-    With --quick nothing else has to be said: three rules and full reuse are compared on ten bundled prompts, once for
-    a model that nobody measured.
-
     Examples:
         hf-blend tune --limit 4 --selector kv-deviation --ratio 0.3
         hf-blend tune --limit 4 --selector kv-deviation:on=k@0.15 --leave 0.9 --json
-        hf-blend tune --quick --store my-chunks  # slow
+        hf-blend tune --store my-chunks  # slow
         hf-blend tune --model HuggingFaceTB/SmolLM2-135M-Instruct --prompts mine.jsonl  # network
     """
     from hf_blend import ChunkStore
-    from hf_blend.evaluation import calibration, tuning
+    from hf_blend.evaluation import tuning
     from hf_blend.evaluation.asking import Pipeline
     from hf_blend.evaluation.bundled import open_model
     from hf_blend.model.fingerprint import fingerprint
@@ -81,22 +74,6 @@ def tune(
         return progress(items, what, quiet=json)
 
     is_stored = store != "memory://"
-    if quick:
-        if prompts or selector or ratio:
-            raise typer.BadParameter("--quick has its own: leave --prompts, --selector and --ratio out")
-        source = open_model(model, device, dtype)
-        say(calibration.NOTICE)
-        with ChunkStore.open(store) as opened:
-            found = calibration.calibrate(
-                load(source), source.tokenizer, opened, allow_unverified=allow_unverified, watch=watch
-            )
-        for point in found.points:
-            say(calibration.line_of(point))
-        say(f"Chosen: {found.recipe.source}.")
-        if json:
-            show({**asdict(found), "is_kept": is_stored}, as_json=True)
-        return
-
     candidates = tuning.candidates(
         selector or tuning.SELECTORS, ratio or tuning.RATIOS, allow_unverified=allow_unverified
     )

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a model is blended where a caller says nothing: what was found for it, or for its family, or the default.
 
-What `hf-blend tune` and `hf_blend.calibrate` find for a model is kept beside the chunks and comes first; `MEASURED`
-has the families that `benchmarks/robust.py` measured. A recipe chooses which tokens are recomputed, and how many; at
+What `hf-blend tune` finds for a model is kept beside the chunks and comes first; `MEASURED` has the families that
+`benchmarks/robust.py` measured. A recipe chooses which tokens are recomputed, and how many; at
 no value of it is an answer wrong.
 """
 
@@ -32,12 +32,10 @@ class Recipe:
     Attributes:
         settings: fields of `BlendConfig`, of `SETTINGS`; none are those of the default.
         source: on what they were chosen, in a sentence.
-        blind_settings: those where the choice may not depend on the question, if they were measured, too.
     """
 
     settings: Mapping[str, Any]
     source: str
-    blind_settings: Mapping[str, Any] | None = None
 
     def config(self, *, is_blind: bool = False, **settings: Any) -> BlendConfig:
         """Give the config, with settings that override the recipe's; `is_blind` as in `default_config`.
@@ -47,24 +45,17 @@ class Recipe:
         """
         return default_config(is_blind=is_blind, **{**self.settings, **settings})
 
-    def blind(self) -> "Recipe | None":
-        """Give the recipe where the choice may not depend on the question; None where none was measured."""
-        if not needs_question(self.settings.get("selector"), self.settings.get("selector_options")):
-            return self
-        return None if self.blind_settings is None else Recipe(self.blind_settings, self.source)
+    def needs_question(self) -> bool:
+        """Return True if what its selector chooses depends on the question; of the default there is one for both."""
+        name = self.settings.get("selector")
+        if name is None:
+            return False
+        selector = plugins.load("selectors", name)(self.settings.get("selector_options") or {})
+        return bool(selector.needs_question)
 
-
-def needs_question(selector: str | None, options: Mapping[str, Any] | None = None) -> bool:
-    """Return True if what a selector chooses depends on the question; None is the default, which there is for both."""
-    if selector is None:
-        return False
-    made = plugins.load("selectors", selector)(options or {})
-    return bool(made.needs_question)
-
-
-def names_file(settings: Mapping[str, Any] | None) -> bool:
-    """Return True if the selector is named by a file."""
-    return settings is not None and str(settings.get("selector")).endswith(plugins.FILE)
+    def names_file(self) -> bool:
+        """Return True if the selector is named by a file."""
+        return str(self.settings.get("selector")).endswith(plugins.FILE)
 
 
 @dataclass(frozen=True)
@@ -130,13 +121,13 @@ class Recipes:
         path = self._folder / f"{fingerprint}.json"
         try:
             values = json.loads(path.read_text("utf-8"))
-            recipe = Recipe({**values["settings"]}, str(values["source"]), values.get("blind_settings"))
-            for settings in (recipe.settings, recipe.blind_settings or {}):
-                if unknown := set(settings) - set(SETTINGS):
-                    raise ConfigError(f"it has the settings {sorted(unknown)}, expected some of {SETTINGS}")
-                if names_file(settings):
-                    raise ConfigError("it names a file of Python, but others may write to a store's folder")
-                BlendConfig.from_dict(settings)
+            recipe = Recipe({**values["settings"]}, str(values["source"]))
+            unknown = set(recipe.settings) - set(SETTINGS)
+            if unknown:
+                raise ConfigError(f"it has the settings {sorted(unknown)}, expected some of {SETTINGS}")
+            if recipe.names_file():
+                raise ConfigError("it names a file of Python, but others may write to a store's folder")
+            BlendConfig.from_dict(recipe.settings)
         except (OSError, ValueError, KeyError, TypeError, HfBlendError) as error:
             logger.warning("the recipe %s is left out: %s. Run hf-blend tune again.", path, error)
             del by_model[fingerprint]
@@ -158,8 +149,8 @@ class Recipes:
             if config.model_type == family.model_type and config.hidden_size in family.hidden_sizes
         )
         for recipe in (self.get(fingerprint()) if self else None, *families):
-            if recipe and (usable := recipe.blind() if is_blind else recipe):
-                return usable
+            if recipe and not (is_blind and recipe.needs_question()):
+                return recipe
         return DEFAULT
 
     def put(self, fingerprint: str, recipe: Recipe) -> None:
@@ -168,7 +159,7 @@ class Recipes:
         One that names a file of the caller's own is kept in this process alone: nobody runs what a folder names.
         """
         self._known()[fingerprint] = recipe
-        if names_file(recipe.settings) or names_file(recipe.blind_settings):
+        if recipe.names_file():
             logger.warning(
                 "the recipe names a file of Python, and is kept in this process alone. Name it in each call."
             )

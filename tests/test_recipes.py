@@ -4,14 +4,15 @@
 
 import json
 import logging
+from dataclasses import replace
 
 import pytest
 
-from hf_blend import BlendCache, BlendConfig, ChunkStore
+from hf_blend import BlendCache, BlendConfig, ChunkStore, recipes
 from hf_blend.config import BLIND_SELECTOR
 from hf_blend.model.fingerprint import fingerprint
-from hf_blend.recipes import Recipe
-from tests.asking import PIECES, prefilled
+from hf_blend.recipes import DEFAULT, MeasuredFamily, Recipe
+from tests.asking import PIECES, memory, prefilled
 
 TUNED = Recipe({"selector": "boundary", "recompute_ratio": 0.3}, "tuned on 4 prompts")
 
@@ -51,7 +52,7 @@ def test_arguments_override_recipe(shared_model, store):
         "",
         "{",
         "[]",
-        '{"settings": {}, "source": "", "blind_settings": {"seed": 1}}',
+        '{"settings": {"selector": "rule.py"}, "source": ""}',
         '{"settings": {"recompute_ratio": 2}, "source": ""}',
         '{"settings": {"seed": 1}, "source": ""}',
     ],
@@ -84,9 +85,9 @@ def test_file_that_folder_names_is_never_run(shared_model, tmp_path, caplog):
     plugin = tmp_path / "mine.py"
     plugin.write_text(f"open({str(ran)!r}, 'w').close()\nfrom hf_blend.selectors.random import Random as Mine\n")
     settings = {"selector": str(plugin)}
-    recipes = tmp_path / "kv" / "recipes"
-    recipes.mkdir(parents=True)
-    path = recipes / f"{fingerprint(model)}.json"
+    folder = tmp_path / "kv" / "recipes"
+    folder.mkdir(parents=True)
+    path = folder / f"{fingerprint(model)}.json"
     path.write_text(json.dumps({"settings": settings, "source": "a stranger"}), "utf-8")
     with ChunkStore.open(tmp_path / "kv") as store, caplog.at_level(logging.WARNING):
         assert BlendCache(model, store).config == BlendConfig()
@@ -96,3 +97,62 @@ def test_file_that_folder_names_is_never_run(shared_model, tmp_path, caplog):
         store.recipes.put(fingerprint(model), Recipe(settings, "mine"))
         assert "kept in this process alone" in caplog.text
     assert not path.exists()
+
+
+def test_model_of_measured_family_and_width_is_blended_as_measured(shared_model, monkeypatch, tmp_path):
+    model = shared_model()
+    other = shared_model("qwen3")
+    width = model.config.hidden_size
+    ramp = MeasuredFamily("toy", "llama", range(width, width + 1), {"selector": "ramp", "recompute_ratio": 0.2})
+    monkeypatch.setattr(recipes, "MEASURED", (ramp,))
+    store = memory()
+    cache = prefilled(model, PIECES, store=store)[0]
+    assert cache.config == BlendConfig(0.2, "ramp")
+    assert cache.report.recipe == "the rule that measured best on toy"
+    assert BlendCache(model, store, recompute_ratio=0.4).config == BlendConfig(0.4, "ramp")
+    assert BlendCache(model, store, selector="boundary").config == BlendConfig(selector="boundary")
+    assert BlendCache(other, store).config == BlendConfig()
+    store.recipes.put(fingerprint(model), Recipe({"selector": "boundary"}, "tuned"))
+    assert BlendCache(model, store).config == BlendConfig(selector="boundary")
+    monkeypatch.setattr(recipes, "MEASURED", (replace(ramp, hidden_sizes=range(width + 1, 2 * width)),))
+    assert memory().recipe(model) is DEFAULT
+    monkeypatch.setattr(recipes, "MEASURED", (replace(ramp, settings={}),))
+    assert BlendCache(model, memory()).config == BlendConfig()
+    assert memory().recipe(model).source == "the default, as no measured rule was better on toy"
+
+
+def test_measured_families_are_those_of_table_and_differ_from_default_where_it_is_beaten():
+    import robust
+
+    table = json.loads((robust.RESULTS / "robust.json").read_text("utf-8"))["rows"]
+    table = [row for row in table if row["chunks"] == robust.PASSAGES]
+    best = robust.recommended(table)
+    assert {family.model for family in recipes.MEASURED} == {*best}
+    for family in recipes.MEASURED:
+        found = best[family.model]
+        expected = {"selector": found.rule, "recompute_ratio": found.ratio} if found.is_told else {}
+        assert family.settings == expected
+        rules = [row for row in table if row["model"] == family.model and row["method"].endswith("@text")]
+        least = min(
+            (sum(row["kl"] for row in rules if (row["method"], row["target"]) == way), way)
+            for way in {(row["method"], row["target"]) for row in rules if row["target"] == 0.15}
+        )
+        assert least[1] == (f"{found.rule}@text", found.target)
+
+
+def test_recipe_whose_rule_needs_question_is_left_out_where_choice_may_not_depend_on_it(shared_model):
+    model = shared_model()
+    store = ChunkStore.open("memory://")
+    store.recipes.put(fingerprint(model), Recipe({"selector": "query-attention"}, "tuned"))
+    assert store.recipe(model).source == "tuned"
+    assert store.recipe(model, is_blind=True) is DEFAULT
+    store.recipes.put(fingerprint(model), Recipe({"selector": "ramp"}, "tuned"))
+    assert store.recipe(model, is_blind=True).source == "tuned"
+
+
+def test_index_says_how_rule_is_found_where_none_was_measured(run, model_folder, tmp_path):
+    document = tmp_path / "a.txt"
+    document.write_text("The mill is old. Ann owns it.")
+    code, _, err = run("index", document, "--model", model_folder, "--store", tmp_path / "kv")
+    assert code == 0, err
+    assert "hf-blend tune --store finds one, once" in err

@@ -70,16 +70,6 @@ blending: full reuse scores more than full prefill, and both rules less.**
 SmolLM2-135M, chunks behind BOS alone: error, then score (F1, ROUGE-L) with the interval of its difference to full
 prefill's. So small a model summarises badly, and n = 20 is few.
 [real_selectors.json](../benchmarks/results/real_selectors.json) also has other rules.
-
-## Does calibration choose well?
-
-**Mostly: at worst the choice leaves 1.11 times what the best of its three rules leaves.**
-
-<!--table:calibrated-->
-<!--end-->
-
-Each model was calibrated as if its family had not been measured, and checked on the prompts of the first table.
-[calibrated.json](../benchmarks/results/calibrated.json)
 """
 
 

@@ -240,21 +240,6 @@ def _with_papers(name: str, what: str) -> str:
     return f"{what}; {', '.join(behind)}" if behind else what
 
 
-def _calibrated(document: dict[str, Any]) -> list[str]:
-    """What calibration chose on each model, and how much more than the best rule it leaves on other prompts."""
-    lines = [
-        "| model | chosen, and its part of full reuse's error on the bundled prompts | best on other prompts "
-        "| the choice leaves there, of the best | CPU time |",
-        "|---|---|---|---|---|",
-    ]
-    for row in document["rows"]:
-        point = next((point for point in row["points"] if point["candidate"] == row["choice"]), row["points"][0])
-        cells = [MODELS[row["model"]], f"{_of(row['choice'])}, {_kl(point)}"]
-        cells += [_of(row["best"]), f"{row['of_best']:.2f}"] if "best" in row else ["not measured", ""]
-        lines.append(f"| {' | '.join(cells)} | {row['cpu_s']} s |")
-    return lines
-
-
 def _families(document: dict[str, Any]) -> list[str]:
     """Every model type, by whether it is blended, moved and extended exactly."""
     rows = document["models"]
@@ -355,7 +340,6 @@ TABLES = {
     "robust": _robust,
     "passages": _passages,
     "rules": _rules,
-    "calibrated": _calibrated,
     "families": _families,
     "real_answers": _answers,
     "scored": _scored,
