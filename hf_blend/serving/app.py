@@ -45,6 +45,7 @@ class Answering:
         prefix = "chatcmpl" if self._is_chat else "cmpl"
         self._head = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": name}
         self._began_s = time.perf_counter()
+        self._client_seen_s = self._began_s
         self.first_token_s = 0.0
 
     async def next_part(self) -> str | Ending:
@@ -55,8 +56,12 @@ class Answering:
                 async with asyncio.timeout(POLL_S):
                     part = await self._parts.get()
             except TimeoutError:
+                pass
+            # Parts may come faster than the wait ends.
+            if time.perf_counter() - self._client_seen_s >= POLL_S:
+                self._client_seen_s = time.perf_counter()
                 if await self._request.is_disconnected():
-                    raise ClientDisconnect from None
+                    raise ClientDisconnect
         if isinstance(part, Exception):
             raise part
         self.first_token_s = self.first_token_s or time.perf_counter() - self._began_s
