@@ -29,17 +29,21 @@ TOOLS = [
         },
     }
 ]
-MARKS = (
-    *("<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    *("<start_of_turn>", "<end_of_turn>", "<|system|>", "<|user|>", "<|end|>", "<|start_of_role|>", "<|end_of_role|>"),
-    *("<|assistant|>", "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|SYSTEM_TOKEN|>", "<|USER_TOKEN|>"),
-    *("<|CHATBOT_TOKEN|>", "<results>", "</results>"),
-)
+MARKS = """
+<|im_start|> <|im_end|> <|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|> <start_of_turn>
+<end_of_turn> <|system|> <|user|> <|end|> <|start_of_role|> <|end_of_role|> <|assistant|>
+<|START_OF_TURN_TOKEN|> <|END_OF_TURN_TOKEN|> <|SYSTEM_TOKEN|> <|USER_TOKEN|> <|CHATBOT_TOKEN|> <results>
+</results>
+""".split()
 
 TEMPLATES = {path.stem: path.read_text("utf-8") for path in (Path(__file__).parent / "templates").glob("*.jinja")}
-CHATML, QWEN3, LLAMA3, MISTRAL, GEMMA, PHI, COMMAND_R = (
-    TEMPLATES[name] for name in ("chatml", "qwen3", "llama3", "mistral", "gemma", "phi", "command_r")
-)
+CHATML = TEMPLATES["chatml"]
+QWEN3 = TEMPLATES["qwen3"]
+LLAMA3 = TEMPLATES["llama3"]
+MISTRAL = TEMPLATES["mistral"]
+GEMMA = TEMPLATES["gemma"]
+PHI = TEMPLATES["phi"]
+COMMAND_R = TEMPLATES["command_r"]
 
 JOINED = "\n\n".join(DOCUMENTS)
 SYSTEM = {"role": "system", "content": "You answer from documents, in a few words."}
@@ -49,21 +53,15 @@ TURNS = [
     {"role": "assistant", "content": "<think>\nA harbour.\n</think>\n\nThank you, what is the question?"},
     {"role": "user", "content": f"- {DOCUMENTS[2]}\n- {DOCUMENTS[1]}\n\n{QUESTION}"},
 ]
-PARTS = [{"role": "user", "content": [{"type": "text", "text": part} for part in (*DOCUMENTS, QUESTION)]}]
+PARTS = [{"type": "text", "text": part} for part in (*DOCUMENTS, QUESTION)]
 TITLED = [{"title": text[:12], "text": text} for text in DOCUMENTS]
 
 CASES = {
     "chatml": (CHATML, [SYSTEM, ASKED], DOCUMENTS, {}),
-    "chatml, several turns": (CHATML, [SYSTEM, *TURNS], DOCUMENTS, {}),
-    "qwen3": (QWEN3, [SYSTEM, ASKED], DOCUMENTS, {}),
-    "qwen3 without thinking": (QWEN3, [SYSTEM, ASKED], DOCUMENTS, {"enable_thinking": False}),
     "qwen3 with tools and turns": (QWEN3, [SYSTEM, *TURNS], DOCUMENTS, {"tools": TOOLS}),
     "llama 3": (LLAMA3, [SYSTEM, ASKED], DOCUMENTS, {}),
-    "mistral": (MISTRAL, [SYSTEM, ASKED], DOCUMENTS, {}),
     "mistral, several turns": (MISTRAL, TURNS, DOCUMENTS, {}),
-    "gemma": (GEMMA, [ASKED], DOCUMENTS, {}),
-    "gemma, content in parts": (GEMMA, PARTS, DOCUMENTS, {}),
-    "phi": (PHI, [SYSTEM, ASKED], DOCUMENTS, {}),
+    "gemma, content in parts": (GEMMA, [{"role": "user", "content": PARTS}], DOCUMENTS, {}),
     "phi, a system prompt with documents": (PHI, [{**SYSTEM, "content": JOINED}, TURNS[0]], DOCUMENTS, {}),
     "command-r, its own documents": (COMMAND_R, [SYSTEM, {**ASKED, "content": QUESTION}], TITLED, {}),
     "an answer that is begun": (
@@ -82,22 +80,27 @@ def small_tokenizer(kind: str = "bytes") -> PreTrainedTokenizerFast:
 
 @functools.cache
 def _trained(kind: str) -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.BPE(byte_fallback=kind == "spaces", unk_token="<unk>" if kind == "spaces" else None))
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<pad>", "<s>", "</s>", "<unk>", *MARKS]
+    alphabet = []
     if kind == "bytes":
+        tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
     else:
+        tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
         lines = pre_tokenizers.Split("\n", "isolated")
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([lines, pre_tokenizers.Metaspace(prepend_scheme="first")])
+        words = pre_tokenizers.Metaspace(prepend_scheme="first")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([lines, words])
         tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
-        alphabet = [f"<0x{byte:02X}>" for byte in range(256)]
-    special = ["<pad>", "<s>", "</s>", "<unk>", *MARKS]
-    given = {"initial_alphabet": alphabet} if kind == "bytes" else {}
-    extra = [] if kind == "bytes" else alphabet
-    trainer = trainers.BpeTrainer(vocab_size=900, special_tokens=[*special, *extra], show_progress=False, **given)
+        for byte in range(256):
+            special.append(f"<0x{byte:02X}>")
+    trainer = trainers.BpeTrainer(
+        vocab_size=900, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator([JOINED, *DOCUMENTS, QUESTION, SYSTEM["content"]], trainer)
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in THOUGHT])  # text, as in published ones
+    for mark in THOUGHT:
+        tokenizer.add_tokens([AddedToken(mark, normalized=False)])  # text, as in published ones
     names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)

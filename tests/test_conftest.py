@@ -3,22 +3,44 @@
 """The fixtures are tests of others, so they are tested first."""
 
 import pytest
-import torch
 
 
-@pytest.mark.parametrize(
-    ("part", "change"),
-    [
-        ("hooks", lambda model: model.model.layers[1].register_forward_pre_hook(lambda *_: None)),
-        ("attributes", lambda model: setattr(model.model.layers[2].self_attn, "left_behind", 1)),
-        ("config", lambda model: setattr(model.config, "left_behind", 1)),
-        ("attention", lambda model: model.set_attn_implementation("eager")),
-        ("training", lambda model: model.train()),
-        ("weights", lambda model: model.lm_head.weight.add_(1)),
-        ("classes", lambda model: setattr(model.model, "norm", torch.nn.Identity())),
-    ],
-)
-def test_untouched_sees_what_was_left_behind(tiny_model, untouched, part, change):
+def register_hook(model):
+    model.model.layers[1].register_forward_pre_hook(print)
+
+
+def set_attribute(model):
+    model.model.layers[2].self_attn.left_behind = 1
+
+
+def set_config(model):
+    model.config.left_behind = 1
+
+
+def set_attention(model):
+    model.set_attn_implementation("eager")
+
+
+def set_training(model):
+    model.train()
+
+
+def change_weights(model):
+    model.lm_head.weight.add_(1)
+
+
+CHANGES = {
+    "hooks": register_hook,
+    "attributes": set_attribute,
+    "config": set_config,
+    "attention": set_attention,
+    "training": set_training,
+    "weights": change_weights,
+}
+
+
+@pytest.mark.parametrize("part", CHANGES)
+def test_untouched_sees_what_was_left_behind(tiny_model, untouched, part):
     model = tiny_model().requires_grad_(False)
     with pytest.raises(AssertionError, match=part), untouched(model):
-        change(model)
+        CHANGES[part](model)

@@ -3,14 +3,15 @@
 """Scores: every rule by hand, every trap of the published scripts, and the published means from recorded answers."""
 
 import csv
-import json
 import re
 import statistics
+import sys
 
 import pytest
 
 from hf_blend import plugins
 from hf_blend.errors import MissingExtraError, PromptError
+from hf_blend.evaluation.rows import read_rows
 
 
 class Letters:
@@ -18,7 +19,7 @@ class Letters:
 
     @staticmethod
     def encode(text, add_special_tokens=True):
-        return [1] * add_special_tokens + [ord(letter) for letter in text if letter != " "]
+        return [1] * add_special_tokens + list(text.replace(" ", "").encode())
 
 
 def score(name, tokenizer=None):
@@ -43,7 +44,6 @@ def test_answer_itself_scores_1_something_else_less_and_best_of_all_answers_coun
 @pytest.mark.parametrize("blank", ["", " ", "\n", " \n\t"])
 def test_empty_prediction_scores_0_whatever_answer_is_reduced_to(name, blank):
     assert scored(name, blank, "Radio City") == 0
-    assert scored(name, blank, "The") == 0
     assert scored(name, blank, "?!") == 0
     assert scored(name, blank, "Radio City", "") == 1
 
@@ -64,12 +64,9 @@ def test_one_text_in_place_of_list_of_answers_is_error_and_not_score_of_its_lett
 @pytest.mark.parametrize(
     ("prediction", "answer", "f1"),
     [
-        ("the cat sat", "cat", 2 * (1 / 2) * 1 / (1 / 2 + 1)),  # {cat, sat} and {cat}
-        ("John Smith", "john smith.", 1.0),
-        ("a b b", "b b c", 2 * 2 / (2 + 3)),  # articles go; b twice in both
-        ("b b b", "b", 2 * (1 / 3) / (1 / 3 + 1)),  # a multiset: three said, one right
-        ("in the year of 1912", "1912", 2 * (1 / 4) / (1 / 4 + 1)),
-        ("Boston", "Radio City", 0.0),
+        ("the cat sat.", "Cat", 2 / 3),  # {cat, sat} and {cat}
+        ("a b b", "b b c", 4 / 5),  # articles go; b twice in both
+        ("b b b", "b", 1 / 2),  # a multiset: three said, one right
         ("The", "A", 1.0),  # two empty sides
         ("The", "Band", 0.0),
         ("Band", "The", 0.0),
@@ -82,14 +79,9 @@ def test_word_f1_by_hand(prediction, answer, f1):
 @pytest.mark.parametrize(
     ("prediction", "answer", "right"),
     [
-        ("The Eagles", "eagles", 1),
         ("an  on-stage\tdeath!", "ONSTAGE death", 1),  # punctuation goes, nothing stands in its place
-        ("on stage", "on-stage", 0),
         ("Niksic", "Nikšić", 0),  # accents stay
-        ("“Heroes”", "Heroes", 0),  # marks that are not ASCII stay
         ("Theatre", "atre", 0),  # an article is a whole word
-        ("Radio City, India", "Radio City", 0),
-        ("\n\nParis\nThe question asks for", "Paris", 1),
         (" \n Paris \n\nLyon", "Paris", 1),
     ],
 )
@@ -100,15 +92,11 @@ def test_exact_match_by_hand(prediction, answer, right):
 @pytest.mark.parametrize(
     ("prediction", "answer", "f1"),
     [
-        ("abc", "bcd", 2 / 3),
-        ("The abc", "abc", 1.0),
-        ("aab", "ab", 2 * (2 / 3) / (2 / 3 + 1)),
-        ("Norway", "Norway", 0.0 + 2 * 2 / (2 + 6)),  # counts as "no": n and o of norway
-        ("nominated", "no", 1.0),
+        ("The aab", "ab", 4 / 5),
+        ("Norway", "Norway", 1 / 2),  # counts as "no": n and o of norway
         ("Yes, both", "yes", 1.0),
-        (" Yes, both", "yes", 2 * 3 / (7 + 3)),  # behind a space the rule does not see it
+        (" Yes, both", "yes", 3 / 5),  # behind a space the rule does not see it
         (" No, both", "no", 1.0),  # this rule looks at the first word
-        ("\nabc\nxyz", "abc", 1.0),
         (" \nabc", "abc", 0.0),  # a first line of one space
         ("a1", "a2", 1 / 2),  # BOS would make it 2/3, cutting a token 0
     ],
@@ -123,7 +111,7 @@ def test_published_subword_f1_by_hand_its_faults_included(prediction, answer, f1
         ("the cat sat on the mat", "the cat is on the mat", 5 / 6),
         ("cats running", "cat runs", 1.0),  # stems
         ("mat the on", "on the mat", 1 / 3),  # order counts
-        ("a b", "a b c d", 2 * 1 * (1 / 2) / (1 + 1 / 2)),
+        ("a b", "a b c d", 2 / 3),
     ],
 )
 def test_rouge_l_by_hand(prediction, answer, f_measure):
@@ -133,7 +121,7 @@ def test_rouge_l_by_hand(prediction, answer, f_measure):
 
 
 def test_rule_that_fails_or_lacks_its_library_is_error_and_not_0(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "rouge_score.rouge_scorer", None)
+    monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
     with pytest.raises(MissingExtraError, match=r"hf-blend\[eval\]"):
         scored("rouge-l", "Ann", "Ann")
 
@@ -151,16 +139,19 @@ def recorded(folder, name):
     if not path.is_file():
         pytest.skip(f"no log of published answers at {path}")
     text = path.read_text("utf-8")
-    return re.findall(r"^generation: (.*)", text, re.M), float(re.search(r"^Avg F1: (\S+)", text, re.M)[1])
+    said = re.findall(r"^generation: (.*)", text, re.M)
+    (mean,) = re.findall(r"^Avg F1: (\S+)", text, re.M)
+    return said, float(mean)
 
 
 def musique(folder):
-    return [json.loads(line)["answers"] for line in (folder / "musique_cacheblend.jsonl").open(encoding="utf-8")]
+    return [row["answers"] for row in read_rows(folder / "musique_cacheblend.jsonl")]
 
 
 def wikimqa(folder):
-    rows = csv.DictReader((folder / "2wikimqa_gold_audit.csv").open(encoding="utf-8", newline=""))
-    return [[row["original_gold"]] for row in rows]
+    path = folder / "2wikimqa_gold_audit.csv"
+    with path.open(encoding="utf-8", newline="") as opened:
+        return [[row["original_gold"]] for row in csv.DictReader(opened)]
 
 
 @pytest.mark.parametrize("answers", [musique, wikimqa])
@@ -169,7 +160,8 @@ def test_recorded_answers_score_published_mean(published, mistral_tokenizer, ans
     rule = score("subword-f1", mistral_tokenizer)
     right = answers(published)
     assert len(said) == len(right)
-    assert statistics.fmean(map(rule.best, said, right)) == pytest.approx(mean, abs=1e-9)
+    scores = map(rule.best, said, right)
+    assert statistics.fmean(scores) == pytest.approx(mean, abs=1e-9)
 
 
 def test_word_f1_of_recorded_answers_is_what_others_count(published):

@@ -4,7 +4,6 @@
 
 import itertools
 import json
-import re
 from functools import partial
 
 import pytest
@@ -49,8 +48,13 @@ class Words:
     chat_template = None
 
     def encode(self, text, add_special_tokens=True):
-        words = text.replace("<s>", "<s> ").split()
-        return [1] * add_special_tokens + [1 if word == "<s>" else 10 + sum(word.encode()) for word in words]
+        ids = [1] * add_special_tokens
+        for word in text.replace("<s>", "<s> ").split():
+            if word == "<s>":
+                ids.append(1)
+            else:
+                ids.append(10 + sum(word.encode()))
+        return ids
 
 
 def task(name, tokenizer=None, data=None, seed=0):
@@ -75,7 +79,8 @@ def encoded(tokenizer, text):
 
 @pytest.mark.parametrize("name", ["musique", "wikimqa", "hotpotqa"])
 def test_question_prompt_is_published_one_piece_by_piece(published, mistral_tokenizer, name):
-    path, (prefix, asked) = real(published, name), PROMPTS[name]
+    path = real(published, name)
+    prefix, asked = PROMPTS[name]
     first = task(name, mistral_tokenizer, path).samples(1)[0]
     source = read_rows(path)
     ids = partial(encoded, mistral_tokenizer)
@@ -99,26 +104,27 @@ def test_every_task_reads_every_real_file_or_says_why_not(published, mistral_tok
         assert all([sample.chunks, *sample.chunks, sample.question, sample.answers]), path
 
 
-@pytest.mark.parametrize("name", ["needle"])
-def test_what_is_made_here_depends_on_seed_alone_and_never_ends(name):
-    first, again, other = (task(name, seed=seed).samples(4) for seed in (3, 3, 4))
-    assert first == again != other
+def test_needle_depends_on_seed_alone_and_never_ends():
+    made = task("needle", seed=3)
+    first = made.samples(4)
+    assert first == task("needle", seed=3).samples(4)
+    assert first != task("needle", seed=4).samples(4)
     assert len({one.id for one in first}) == 4
-    assert task(name, seed=3).samples(2) == first[:2]
-    row = next(iter(task(name, seed=3).rows()))
-    chunks = first[0].chunks
+    row = next(iter(made.rows()))
     assert first[0].id == row["id"]
     assert first[0].answers == tuple(row["answers"])
-    assert chunks == tuple(task(name).ids(chunk) for chunk in row["chunks"])
+    assert first[0].chunks == tuple(map(made.ids, row["chunks"]))
     with pytest.raises(ConfigError, match=r"without end.*limit"):
-        task(name).samples()
+        made.samples()
 
 
 def test_needle_lies_in_one_chunk_and_its_number_is_answer():
     for found in itertools.islice(task("needle", seed=1).rows(), 20):
-        needle = f"The magic number of {found['question'][28:-1]} is {found['answers'][0]}."
-        assert sum(needle in chunk for chunk in found["chunks"]) == 1
-        assert " ".join(found["chunks"]).count("magic number") == 1
+        thing = found["question"][28:-1]
+        needle = f"The magic number of {thing} is {found['answers'][0]}."
+        chunks = found["chunks"]
+        assert needle in "\n".join(chunks)
+        assert str(chunks).count("magic number") == 1
 
 
 SAMPLE = Sample("s", (1,), ((1, 2, 3), (4, 5), (6, 7, 8, 9)), (10,), ("a",))
@@ -127,68 +133,37 @@ SAMPLE = Sample("s", (1,), ((1, 2, 3), (4, 5), (6, 7, 8, 9)), (10,), ("a",))
 def test_shape_cuts_chunks_over_their_seams_behind_turning_or_shuffling_them():
     assert Shape().applied(SAMPLE) == SAMPLE
     assert Shape(chunk_tokens=4).applied(SAMPLE).chunks == ((1, 2, 3, 4), (5, 6, 7, 8), (9,))
-    assert Shape(chunk_tokens=100).applied(SAMPLE).chunks == ((1, 2, 3, 4, 5, 6, 7, 8, 9),)
-    assert Shape(chunk_order="reversed").applied(SAMPLE).chunks == SAMPLE.chunks[::-1]
     assert Shape(4, "reversed").applied(SAMPLE).chunks == ((6, 7, 8, 9), (4, 5, 1, 2), (3,))
-    orders = {seed: Shape(None, "shuffled", seed).applied(SAMPLE).chunks for seed in range(8)}
-    assert all(sorted(one) == sorted(SAMPLE.chunks) for one in orders.values())
-    assert len(set(orders.values())) > 1
-    assert orders[0] == Shape(None, "shuffled", 0).applied(SAMPLE).chunks
-
-
-def test_shape_that_makes_no_sense_is_refused():
-    with pytest.raises(ConfigError, match=r"'sorted'.*given, shuffled, reversed"):
-        Shape(chunk_order="sorted")
-    for settings in ({"chunk_tokens": 0}, {"most_chunks": 0}):
-        with pytest.raises(ConfigError, match="0, expected 1 or more"):
-            Shape(**settings)
+    orders = set()
+    for seed in range(8):
+        shape = Shape(None, "shuffled", seed)
+        order = shape.applied(SAMPLE).chunks
+        assert order == shape.applied(SAMPLE).chunks
+        assert sorted(order) == sorted(SAMPLE.chunks)
+        orders.add(order)
+    assert len(orders) > 1
 
 
 # Rows of the hub in their own columns, files of one object per line, and what is no good.
 
-@pytest.fixture
-def hub(monkeypatch):
-    """Stands in for the hub: calls are noted, rows come as they were put there."""
+
+def test_hub_that_does_not_answer_is_told_with_way_out(monkeypatch):
     datasets = pytest.importorskip("datasets")
-    asked = []
-    held = {}
-
-    def load_dataset(name, configuration=None, *, split, streaming):
-        assert streaming, "a few rows must not cost the whole data set"
-        asked.append((name, configuration, split))
-        return iter(held[split])
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    return asked, held
-
-
-@pytest.mark.parametrize("error", [ConnectionError("offline"), RuntimeError("scripts are no longer supported")])
-@pytest.mark.parametrize("name", ["musique", "samsum"])
-def test_hub_that_does_not_answer_is_told_with_way_out(monkeypatch, name, error):
-    monkeypatch.setattr(pytest.importorskip("datasets"), "load_dataset", raising(error))
-    with pytest.raises(PromptError, match=rf"(?s)(MuSiQue|samsum).*{error}.*--data"):
-        task(name).samples(1)
+    monkeypatch.setattr(datasets, "load_dataset", raising(ConnectionError("offline")))
+    with pytest.raises(PromptError, match=r"(?s)MuSiQue.*offline.*--data"):
+        task("musique").samples(1)
 
 
 GOOD = json.dumps(row())
 BAD = {
     "nothing": ("", "no line"),
-    "blank": ("\n \n", "no line"),
-    "no JSON": (f"{GOOD}\n{{chunks: 1}}\n", "line 2 .* not JSON"),
     "cut off": (GOOD[:-5], "line 1 .* not JSON"),
-    "a list": (json.dumps(["a"]), "line 1 .* expected an object with chunks"),
-    "no chunks": (json.dumps({"question": "Who?", "answers": ["a"]}), "chunks"),
     "no chunk": (json.dumps(row(chunks=[])), "chunks"),
-    "an empty chunk": (json.dumps(row(chunks=["a", ""])), "chunk 1 is .* has no text"),
     "chunks as text": (json.dumps(row(chunks="a b")), "chunks"),
-    "no question": (json.dumps({"chunks": ["a"], "answers": ["a"]}), "question"),
-    "a question of no text": (json.dumps(row(question=3)), "question"),
     "no answers": (json.dumps(row(answers=[])), "answers"),
     "an answer as text": (json.dumps(row(answers="Ann")), "answers"),
-    "nested answers": (json.dumps(row(answers=[["Ann"]])), "answers"),
     "one id twice": (f"{json.dumps(row(id='a'))}\n\n{json.dumps(row(id='a'))}", "line 3 .*'a' again"),
-    "not UTF-8": (b"\xff\xfe\x00", "cannot be read"),
-    "a prefix of no text": (json.dumps(row(prefix=1)), "line 1 .* has prefix=1, expected a text or null"),
+    "not UTF-8": ("\xff\xfe\x00", "cannot be read"),
     "a field by two names": (json.dumps(row(documents=["a"])), "chunks twice, as documents and by another name"),
 }
 
@@ -197,7 +172,7 @@ BAD = {
 def test_file_that_is_no_good_is_refused_with_file_line_and_remedy(tmp_path, kind):
     content, message = BAD[kind]
     path = tmp_path / "bad.jsonl"
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    path.write_text(content, "latin-1")
     with pytest.raises(PromptError, match=f"(?s){message}") as raised:
         task("needle", data=path).samples(5)
-    assert re.search(r"bad\.jsonl", str(raised.value))
+    assert "bad.jsonl" in str(raised.value)

@@ -58,7 +58,7 @@ def answer(model, cache, inputs, **settings):
 
 @pytest.mark.parametrize(
     ("known", "case"),
-    [*(("spaces", case) for case in CASES), ("bytes", "chatml, several turns"), ("bytes", "llama 3")],
+    [*(("spaces", case) for case in CASES), ("bytes", "mistral, several turns"), ("bytes", "llama 3")],
     indirect=["known"],
 )
 def test_inputs_from_messages_are_ids_of_apply_chat_template_and_give_its_text(known, cached, case):

@@ -12,16 +12,7 @@ MESSAGE = {"role": "user", "content": "Where?"}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
 ELSEWHERE = "vLLM with the connector of hf_blend serves more"
 
-UNSERVED = {
-    "tools": [{"type": "function", "function": {"name": "find"}}],
-    "response_format": {"type": "json_object"},
-    "logprobs": True,
-    "n": 2,
-    "logit_bias": {"5": 1},
-    "chat_template_kwargs": {"enable_thinking": False},
-    "chat_template": "{{ 7 * 191 }}",
-    "tempreature": 1,
-}
+UNSERVED = {*wire.NEUTRAL, "top_k", "chat_template", "chat_template_kwargs", "reasoning_effort", "tempreature"}
 WRONG = {  # the text begins with the field
     "messages is missing, expected a value": {"messages": None},
     "messages.0.role 'tool' is not served here": {"messages": [{"role": "tool", "content": "a"}]},
@@ -40,7 +31,6 @@ BODIES = {
     "the body is no JSON": b"\xff\xfe{",
     "the body is no JSON: NaN is no number of JSON": b'{"temperature": NaN}',
     "surrogates not allowed": b'{"messages": "\\ud800"}',
-    "the body is no JSON: Exceeds the limit": b'{"seed": ' + b"9" * 10_000 + b"}",
     "the body is nested too deeply": b'{"a":' + b"[" * 200_000,
 }
 
@@ -50,16 +40,15 @@ def read(**fields):
     return wire.read_request(wire.ChatRequest, body, wire.RequestLimits())
 
 
-@pytest.mark.parametrize("name", UNSERVED)
+@pytest.mark.parametrize("name", sorted(UNSERVED))
 def test_unserved_field_is_refused_by_name(name):
     with pytest.raises(wire.Refused) as raised:
-        read(**{name: UNSERVED[name]})
+        read(**{name: "something"})
     error = raised.value.body()["error"]
-    assert error["message"].startswith(f"{name!r} is not served here.")
-    assert ELSEWHERE in error["message"]
-    assert error["param"] == name
-    assert error["type"] == "invalid_request_error"
-    assert error["code"] == "not_served"
+    message = error.pop("message")
+    assert message.startswith(f"{name!r} is not served here.")
+    assert ELSEWHERE in message
+    assert error == {"param": name, "type": "invalid_request_error", "code": "not_served"}
 
 
 def test_unserved_field_names_nearest():
