@@ -85,10 +85,9 @@ def test_outputs_of_every_token_are_those_of_stock_cache(family, batch, announce
             blend, _ = asked(model, ratio, batch, announced, store)
             stock = model(**inputs, past_key_values=DynamicCache(config=model.config), **given)
             got = model(**inputs, past_key_values=blend, **given)
+            columns = real[:, -got.logits.shape[1] :]
             if name == "positions":
                 columns = real[:, given["logits_to_keep"]]
-            else:
-                columns = real[:, -got.logits.shape[1] :]
             assert apart(got.logits, stock.logits, columns) <= TOLERANCE, name
             if stock.loss is not None:
                 assert apart(got.loss[None], stock.loss[None]) <= TOLERANCE
@@ -220,9 +219,8 @@ def test_fallback_reason_is_reported_and_logged_once_where_prompt_cannot_be_sear
         assert len(caplog.records) == 1
         assert cache.report.to_dict()["fallback_reason"] in caplog.text
         mask = given.get("attention_mask", four)
-        if mask is not four:
-            tokens = int(mask.sum())
-        assert cache.report.prompt_tokens == tokens
+        expected = tokens if mask is four else int(mask.sum())
+        assert cache.report.prompt_tokens == expected
 
 
 @torch.no_grad()
