@@ -9,25 +9,21 @@ import typer
 
 from hf_blend.errors import ConfigError, import_extra
 
-from .options import Device, Dtype
+from .options import REAL, Device, Dtype
 from .output import Json, fail, say, show
 
 __all__ = ["demo"]
 
-Model = Annotated[str, typer.Option(help="Hub id or folder to begin with; else smollm2.")]
+Model = Annotated[str, typer.Option(help="Hub id or folder of the model that answers.")]
 Host = Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 for everybody who reaches this machine.")]
 Port = Annotated[int | None, typer.Option(min=1, max=65535, help="The first free one from 7860 on if left out.")]
-Folders = Annotated[bool, typer.Option("--folders/--no-folders", help="Whether visitors may name folders as models.")]
-Parameters = Annotated[float, typer.Option(min=0.0, help="Largest model that is taken, in billions of parameters.")]
 Check = Annotated[bool, typer.Option("--check", help="Start, answer one question through the page, and end.")]
 
 
 def demo(
-    model: Model = "",
+    model: Model = REAL,
     host: Host = "127.0.0.1",
     port: Port = None,
-    folders: Folders = True,
-    most_parameters: Parameters = 2.0,
     device: Device = "auto",
     dtype: Dtype = "auto",
     check: Check = False,
@@ -37,21 +33,16 @@ def demo(
 
     Examples:
         hf-blend demo --check  # slow
-        hf-blend demo --check --no-folders --json  # slow
+        hf-blend demo --check --json  # slow
         hf-blend demo --model HuggingFaceTB/SmolLM2-135M-Instruct --port 7860  # network
     """
     import_extra("gradio", extra="demo", needed_by="hf-blend demo")
-    from hf_blend.evaluation.demo.model_cache import ModelCache
+    from hf_blend.evaluation.demo.loaded import load_exact
     from hf_blend.evaluation.demo.page import Demo, serve
     from hf_blend.evaluation.demo.request import first_answers
 
     _refuse_port(host, port)
-    models = ModelCache(
-        most_parameters=int(most_parameters * 1e9), takes_folders=folders, device=device, dtype=dtype
-    )
-    page = Demo(models, model=model)
-    if model:
-        models.get(model)  # refuses it before the page starts
+    page = Demo(load_exact(model, device, dtype))
     say("Answering the first question, so that the page opens with it.")
     blocks, url = serve(page, host=host, port=port, wait=False)
     try:
@@ -60,7 +51,7 @@ def demo(
             say("Press Ctrl-C to end it.")
             blocks.block_thread()
             return
-        answers = first_answers(url, model)
+        answers = first_answers(url)
         show({"url": url, "answers": answers}, as_json=json)
         if not answers or not all(answers.values()):
             fail(f"the page at {url} gave {answers}, but an answer by each method is expected. Run it with --debug.")

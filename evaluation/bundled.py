@@ -6,14 +6,12 @@ What can be known without the weights is known first: the folder, the type, the 
 answered before anything large is read.
 """
 
-import copy
 import difflib
 import json
 import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -55,15 +53,6 @@ class ModelSource:
         config = self.config.get_text_config(decoder=True)
         positions = getattr(config, "max_position_embeddings", None)
         return positions if isinstance(positions, int) and not stretches(config) else None
-
-    @cached_property
-    def parameters(self) -> int:
-        """How many parameters the model has, by its config."""
-        from transformers import AutoModelForCausalLM
-
-        with torch.device("meta"):
-            empty = AutoModelForCausalLM.from_config(copy.deepcopy(self.config), **NO_CODE)
-        return sum(weight.numel() for weight in empty.parameters())
 
     def load(self) -> nn.Module:
         """Read the weights."""
@@ -232,13 +221,6 @@ def _unreadable(name: str, what: str, error: Exception) -> ConfigError:
         f"the {what} of the model {name!r} cannot be read: {first_line(error)} Give a folder that "
         "model.save_pretrained wrote, or the id of a model on the hub."
     )
-
-
-def size_of(parameters: float) -> str:
-    """A model's size as people say it."""
-    if parameters >= 1e9:
-        return f"{parameters / 1e9:.3g} billion parameters"
-    return f"{parameters / 1e6:.3g} million parameters"
 
 
 def first_line(error: BaseException) -> str:

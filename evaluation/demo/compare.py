@@ -15,7 +15,7 @@ from hf_blend.prompt.pieces import Span
 
 from ..answering import FULL_PREFILL, FULL_REUSE, Method, spans_of
 from ..asking import Pipeline, Question, Reply
-from .model_cache import Loaded
+from .loaded import Loaded
 from .request import DemoRequest, prepare
 from .visitors import Limits
 

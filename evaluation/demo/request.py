@@ -15,7 +15,7 @@ from ..answering import blend_config, build_request, ids_of
 from ..asking import Question
 from ..bundled import HANDBOOK, handbook_pages
 from ..retrieving import closed
-from .model_cache import Loaded
+from .loaded import Loaded
 from .visitors import Limits
 
 OPENING = "On which channel does the radio reach the rescue station?"
@@ -96,13 +96,11 @@ def _known_answers(query: DemoRequest) -> tuple[str, ...]:
 ANSWER = re.compile(r'data-method="([^"]+)" data-state="done".*?class="hb-answer">(.*?)</p>', re.DOTALL)
 
 
-def first_answers(url: str, model: str) -> dict[str, str]:
+def first_answers(url: str) -> dict[str, str]:
     """Ask the question that the page opened with through the page's own interface: method → answer."""
     client = import_extra("gradio_client", extra="demo", needed_by="checking the page").Client(url, verbose=False)
     query = first_request()
-    outputs = client.predict(
-        model, query.documents, query.question, query.recompute_ratio, query.selector, api_name="/ask"
-    )
+    outputs = client.predict(query.documents, query.question, query.recompute_ratio, query.selector, api_name="/ask")
     answers = {}
     for output in outputs:
         for method, text in ANSWER.findall(str(output)):
