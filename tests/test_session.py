@@ -11,7 +11,7 @@ from tiny_models import tiny_model
 from transformers import AutoTokenizer
 from worlds import REFERENCE
 
-from hf_blend import ConfigError, SequenceCache, StoreError
+from hf_blend import SequenceCache, StoreError
 from hf_blend.context.session import load_session, save_session
 from tests.asking import prompt
 from tests.forging import forged, sealed_header, taken_apart
@@ -35,8 +35,8 @@ def conversation(model=MODEL, tokens=20, **settings):
     return cache
 
 
-def bits_of(cache, sequence=None):
-    return {name: part.clone() for name, part in cache.state(sequence).items()}
+def bits_of(cache):
+    return {name: part.clone() for name, part in cache.state().items()}
 
 
 def same(one, other):
@@ -132,31 +132,3 @@ def test_crafted_session_is_refused_and_leaves_cache_alone(tmp_path):
         path.write_bytes(sealed_header(KIND, b'",' + header))
         with pytest.raises(StoreError, match="Save it again"):
             load_session(cache, path)
-
-
-def test_one_sequence_is_saved_and_loaded_beside_others(tmp_path):
-    cache = conversation()
-    other = filled(MODEL, 20)
-    cache.use(3)
-    fed(cache, prompt(4, 2))
-    size = save_session(cache, tmp_path / "three", sequence=3)
-    assert size < save_session(cache, tmp_path / "all")
-    load_session(other, tmp_path / "three", sequence=7)
-    assert other.tokens(7) == cache.tokens(3)
-    assert other.positions(7) == cache.positions(3)
-    assert other.tokens(0) == prompt(20)[0].tolist()
-    other.use(7)
-    assert torch.allclose(fed(cache, prompt(2, 5)), fed(other, prompt(2, 5)), atol=1e-5)
-    load_session(cache, tmp_path / "three", sequence=3)
-    assert len(cache._table.row(3)[0]) == 14
-
-
-def test_session_of_two_sequences_is_not_loaded_as_one(tmp_path):
-    cache = conversation()
-    before = bits_of(cache)
-    save_session(cache, tmp_path / "all")
-    with pytest.raises(ConfigError, match="holds 2 sequences"):
-        load_session(cache, tmp_path / "all", sequence=1)
-    with pytest.raises(ConfigError, match="no sequence 5"):
-        save_session(cache, tmp_path / "five", sequence=5)
-    assert same(before, bits_of(cache))

@@ -372,25 +372,15 @@ class SequenceCache(Cache):
                 "outside the block."
             )
 
-    def state(self, sequence: int | None = None) -> dict[str, Tensor]:
-        """The tensors of the cache, or of one sequence, by the names in `sequence_state`.
-
-        The cells of one sequence are numbered from 0 on.
-        """
-        if sequence is None:
-            self._free_cells(allowed=0)
-        elif sequence not in self.sequences:
-            raise ConfigError(f"there is no sequence {sequence}, expected one of {self.sequences}.")
+    def state(self) -> dict[str, Tensor]:
+        """The tensors of the cache, by the names in `sequence_state`."""
+        self._free_cells(allowed=0)
         table = self._table
-        numbers = self.sequences if sequence is None else [sequence]
-        cells = torch.cat([table.ids[:0], *(table.row(number)[0] for number in numbers)]).unique()
-        active = self.active if sequence is None else sequence
-        state = {"ids": table.ids[cells], "origins": table.origins[cells], "active": torch.tensor(active)}
-        for number in numbers:
-            row, positions = table.row(number)
-            state[f"sequence.{number}"] = torch.stack([torch.searchsorted(cells, row), positions])
-        for index, layer in enumerate(self.layers if len(cells) else ()):
-            for name, tensor in layer.parts(cells).items():
+        state = {"ids": table.ids.clone(), "origins": table.origins.clone(), "active": torch.tensor(self.active)}
+        for number in self.sequences:
+            state[f"sequence.{number}"] = torch.stack(table.row(number))
+        for index, layer in enumerate(self.layers if table.count else ()):
+            for name, tensor in layer.parts(torch.arange(table.count)).items():
                 state[f"layer.{index}.{name}"] = tensor
         return state
 
@@ -398,40 +388,19 @@ class SequenceCache(Cache):
         """Raise EntryFault for tensors that `state` of a cache of this model never gives."""
         check_state(state, layout_of(self.model))
 
-    def restore(self, state: dict[str, Tensor], sequence: int | None = None) -> None:
-        """Replace all sequences by what `state` gave, or only `sequence` by the state's only one.
-
-        The model as it is now, without autocast, computed them.
-        """
-        author = author_of(self.model)._replace(autocast="")
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Replace all that is held by what `state` gave; the model as it is now, without autocast, computed it."""
         layers = self._empty_layers()
         for index, layer in enumerate(layers if len(state["ids"]) else ()):
             layer.add(0, {name: tensor.to(self._device) for name, tensor in layer_of(state, index).items()})
-        if sequence is None:
-            self._begin()
-            self.layers = layers
-            self.batch = (int(state["active"]),)
-            self._table.insert(0, state["ids"], state["origins"])
-            for number, (cells, positions) in sequences_of(state).items():
-                self._table.set_row(number, cells.clone(), positions.clone())
-        else:
-            refuse_other_author(self.author, author, self._table.count, RESET)
-            self._restore_beside(self._number(sequence), state, layers)
-        self.author = author
+        self._begin()
+        self.layers = layers
+        self.batch = (int(state["active"]),)
+        self.author = author_of(self.model)._replace(autocast="")
+        self._table.insert(0, state["ids"], state["origins"])
+        for number, (cells, positions) in sequences_of(state).items():
+            self._table.set_row(number, cells.clone(), positions.clone())
         self._changed()
-
-    def _restore_beside(self, number: int, state: dict[str, Tensor], saved: list[SequenceLayer]) -> None:
-        """Replace a sequence by the only one of a saved state, beside the others."""
-        ((row, positions),) = sequences_of(state).values()
-        cells = row.unique()
-        if not len(cells):
-            self._table.set_row(number, cells, cells)
-            return
-        end = self._table.count
-        for layer, other in zip(self.layers, saved, strict=True):
-            layer.add(end, other.parts(cells))
-        self._table.insert(end, state["ids"][cells], state["origins"][cells])
-        self._table.set_row(number, end + torch.searchsorted(cells, row), positions.clone())
 
     # Inside
 

@@ -23,8 +23,6 @@ def save_session(
     cache: SequenceCache,
     path: str | Path,
     tokenizer: Any = None,
-    *,
-    sequence: int | None = None,
 ) -> int:
     """Write a cache to a file. An existing file is replaced atomically, and stays as it is if writing fails.
 
@@ -34,28 +32,25 @@ def save_session(
         cache: a `SequenceCache` or `ShiftCache`.
         path: the file.
         tokenizer: if given, the session can be loaded only with the same tokenizer.
-        sequence: save only this sequence; None saves the whole cache.
 
     Returns:
         The size of the file in bytes.
 
     Raises:
         StoreError: the file cannot be written.
-        ConfigError: there is no such sequence, or the tokens were computed under autocast.
+        ConfigError: the tokens were computed under autocast.
         UnsupportedModelError: tokens were computed inside `self_extend`.
     """
     cache.refuse_extended()
     author = cache.author or author_of(cache.model)
     about = identity(cache.model, author, None, _tokenizer_digest(tokenizer))
-    return write_session(path, KIND, about, cache.state(sequence))
+    return write_session(path, KIND, about, cache.state())
 
 
 def load_session(
     cache: SequenceCache,
     path: str | Path,
     tokenizer: Any = None,
-    *,
-    sequence: int | None = None,
 ) -> None:
     """Load a saved cache. If anything is wrong with the file, the cache stays as it was.
 
@@ -63,25 +58,16 @@ def load_session(
         cache: of the same model as the saved one.
         path: the file.
         tokenizer: as in `save_session`.
-        sequence: load the file's only sequence as this one, beside the others; None replaces all that the cache holds.
 
     Raises:
         StoreError: the file is no session of this model and tokenizer, or not what was saved.
-        ConfigError: `sequence` is given, and the file holds several.
     """
     author = author_of(cache.model)._replace(autocast="")
     about = identity(cache.model, author, None, _tokenizer_digest(tokenizer))
     state = read_session(path, KIND, about)
     with refusing(path):
         cache.check_state(state)
-    sequences = sum(name.startswith("sequence.") for name in state)
-    if sequence is not None and sequences != 1:
-        raise ConfigError(
-            f"the session {path} holds {sequences} sequences, but one is expected to become sequence {sequence}. Save "
-            "it with save_session(..., sequence=...), or load all of it into an empty cache."
-        )
-    with refusing(path):
-        cache.restore(state, sequence)
+        cache.restore(state)
 
 
 def _tokenizer_digest(tokenizer: Any) -> str:
