@@ -309,22 +309,6 @@ def test_samples_of_prompt_hold_it_once():
     assert cache.state()["ids"].numel() == 300 + 8 * 13
 
 
-def test_closest_names_sequence_with_longest_prefix_in_common():
-    cache = filled(LLAMA)
-    ids = prompt(24)[0].tolist()
-    assert SequenceCache(LLAMA).closest(ids) == (0, 0)
-    cache.copy(0, 1, 0, 9)
-    cache.copy(0, 2, 0, 15)
-    cache.copy(0, 3, 5)
-    cache.use(1)
-    assert cache.closest([*ids[:12], 1, 2]) == (0, 12)
-    cache.remove(0, 8, 9)
-    cache.shift(0, 9, None, -1)
-    assert cache.closest([*ids[:12], 1]) == (2, 12)
-    assert cache.closest([*ids[:8], *ids[9:]])[1] == 8  # what was moved is not what a prefill computes
-    assert cache.closest([1, 2]) == (1, 0)
-
-
 def test_wrong_batches_are_refused_by_name():
     cache = filled(LLAMA)
     for wrong in ((), (1, 1), (0, -1)):

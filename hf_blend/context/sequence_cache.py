@@ -144,24 +144,6 @@ class SequenceCache(Cache):
         """Whether there is anything in the cache."""
         return self.get_seq_length() > 0
 
-    def closest(self, token_ids: Sequence[int]) -> tuple[int, int]:
-        """Find the sequence that has most first tokens in common with a prompt.
-
-        Returns:
-            Its number, and how many tokens they have in common. A token that was moved is not in common.
-        """
-        ids = torch.tensor(list(token_ids), dtype=torch.long)
-        best, most = self.active, 0
-        for number in self.sequences:
-            cells, positions = (column[: len(ids)] for column in self._table.row(number))
-            order = torch.arange(len(cells))
-            is_same = self._table.ids[cells] == ids[: len(cells)]
-            is_unmoved = (positions == order) & (self._table.origins[cells] == order)
-            shared = int((is_same & is_unmoved).long().cumprod(0).sum())
-            if shared > most:
-                best, most = number, shared
-        return best, most
-
     # Operations of llama.cpp
 
     def remove(self, sequence: int | None = None, start: int = 0, stop: int | None = None) -> None:
@@ -457,8 +439,7 @@ class SequenceCache(Cache):
                 f"{width} tokens came behind {held} that are held, but a prompt that begins with these is expected: "
                 "generate leaves out the first tokens without comparing them, and assisted decoding passes them "
                 "again. Pass generate(**cache.inputs(new_ids)) without an assistant, call the model with the new "
-                "tokens alone, without mask and positions, or reset() the cache. closest() names the sequence that "
-                "begins as a prompt does."
+                "tokens alone, without mask and positions, or reset() the cache."
             )
         if not is_step:
             author = author_of(self.model)
