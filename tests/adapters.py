@@ -98,5 +98,5 @@ def held_as_stock(cache, tolerance=1e-5):
     """Whether a cache of sequences holds what a stock prefill of its tokens gives."""
     plain = DynamicCache()
     cache.model(torch.tensor([cache.tokens()]), past_key_values=plain)
-    layers = zip(cache.materialize(), plain.layers, strict=True)
+    layers = zip(cache.compact(), plain.layers, strict=True)
     return all(max(apart(one.keys, other.keys), apart(one.values, other.values)) <= tolerance for one, other in layers)

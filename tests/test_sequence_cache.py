@@ -21,7 +21,6 @@ from tests.sequences import fed, filled, shifted_by_hand
 from tests.test_sequence_ops import moves
 
 FAMILIES = ("llama", "gpt_neox", "cohere2", "gemma3_text", "deepseek_v3", "gptj")
-BATCHES = [("llama", "sdpa"), ("llama", "eager"), ("deepseek_v3", "sdpa"), ("gptj", "eager")]
 TOLERANCE = 2e-5
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 128}
 MODELS = {name: tiny_model(name) for name in FAMILIES}
@@ -34,7 +33,7 @@ def is_direct(cache):
     ids = torch.tensor([cache.tokens()])
     positions = torch.tensor([cache.positions()])
     keys, values = capture(cache.model, ids, positions).layers[0]
-    layer = cache.materialize()[0]
+    layer = cache.compact()[0]
     return max(apart(layer.keys, keys), apart(layer.values, values)) <= TOLERANCE
 
 
@@ -49,16 +48,10 @@ def stock_logits(model, ids, new, start=0):
 
 
 def check_forward(cache, new):
-    """A forward of the active sequences gives what a stock cache gives for each."""
-    held = [(cache.tokens(number), cache.positions(number)[:1]) for number in cache.batch]
-    got = fed(cache, new)
-    for row, (ids, start) in enumerate(held):
-        expected = stock_logits(cache.model, ids, new[row].tolist(), *start)
-        assert apart(got[row], expected) <= TOLERANCE
-
-
-def lengths(cache):
-    return [len(cache.tokens(number)) for number in cache.batch]
+    """A forward of the active sequence gives what a stock cache gives."""
+    ids, start = cache.tokens(), cache.positions()[:1]
+    expected = stock_logits(cache.model, ids, new[0].tolist(), *start)
+    assert apart(fed(cache, new)[0], expected) <= TOLERANCE
 
 
 # One sequence
@@ -224,128 +217,45 @@ def test_prompt_longer_than_window_is_read_in_parts():
     assert cache.tokens()[:4] == prompt(100)[0, :4].tolist()
 
 
-def test_window_is_kept_by_each_sequence_of_batch():
-    cache = ShiftCache(LLAMA, window_tokens=32, keep_tokens=4)
-    cache.use(0, 1)
-    ids = prompt(20, rows=2)
-    answer = LLAMA.generate(ids, past_key_values=cache, max_new_tokens=60, do_sample=True)
-    with torch.no_grad():  # with a mask of all that ever came, as generate of transformers 5.17 makes it
-        LLAMA(answer[:, -1:], past_key_values=cache, attention_mask=torch.ones_like(answer))
-    assert max(lengths(cache)) <= 32
-    assert [cache.tokens(number)[:4] for number in (0, 1)] == ids[:, :4].tolist()
-
-
 @pytest.mark.parametrize(("window", "keep"), [(8, 7), (8, -1), (1, 0)])
 def test_window_without_room_is_refused(window, keep):
     with pytest.raises(ConfigError, match="keep_tokens"):
         ShiftCache(LLAMA, window_tokens=window, keep_tokens=keep)
 
 
-# A batch of sequences
+# Several sequences
 
 
-@pytest.mark.parametrize(("name", "attention"), BATCHES)
-def test_batch_over_shared_prefix_gives_logits_of_stock_caches(name, attention):
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_use_continues_each_sequence_as_stock_cache(name, attention):
     cache = filled(tiny_model(name, attn_implementation=attention))
-    numbers = cache.fork(3)
-    cache.remove(numbers[1], 20)
-    for seed, tokens in enumerate((5, 1, 1, 3)):
-        check_forward(cache, prompt(tokens, seed + 1, 3))
-    assert lengths(cache) == [34, 30, 34]
-
-
-def test_sequences_of_their_own_are_continued_together():
-    cache = SequenceCache(LLAMA)
-    cache.use(3, 4)
-    check_forward(cache, prompt(9, rows=2))
-    for number in (1, 2):
-        cache.use(number)
-        check_forward(cache, prompt(9 + number, number))
-    cache.use(2, 3, 1)
-    check_forward(cache, prompt(2, 7, 3))
-
-
-def test_moved_sequences_are_continued_together_from_one_copy_of_each_cell():
-    cache = filled(LLAMA)
-    cache.fork(3)
-    cache.shift(1, 0, None, 11)
+    cache.copy(0, 1, 0, 20)
+    cache.copy(0, 2)
     cache.shift(2, 0, None, 11)
-    for seed in range(2):
-        check_forward(cache, prompt(2, seed + 3, 3))
-    assert cache.layers[0].keys.shape[2] == 2 * 24 + 2 * 2 * 3
+    for seed, number in enumerate((1, 2, 0, 1, 2)):
+        cache.use(number)
+        for tokens in (5, 1):
+            check_forward(cache, prompt(tokens, seed + tokens))
+    assert [len(cache.tokens(number)) for number in (0, 1, 2)] == [30, 32, 36]
 
 
-def test_questions_of_several_lengths_are_padded_by_tokens_of_no_sequence():
-    prefix = prompt(24)[0].tolist()
-    questions = [prompt(6, 1)[0].tolist(), prompt(4, 2)[0].tolist()]
+def test_batches_and_wrong_sequences_are_refused_by_name():
     cache = filled(LLAMA)
-    cache.fork(2)
-    inputs = cache.inputs(*questions)
-    output = LLAMA.generate(**inputs, past_key_values=cache, **GREEDY)
-    for row, question in enumerate(questions):
-        stock = LLAMA.generate(torch.tensor([[*prefix, *question]]), **GREEDY)
-        assert output[row, 30:].tolist() == stock[0, 24 + len(question) :].tolist()
-        assert cache.tokens(row) == stock[0, :-1].tolist()
-    check_forward(cache, prompt(1, 3, 2))
-
-
-def test_beam_search_over_shared_cells_is_beam_search():
-    cache = filled(LLAMA)
-    cache.fork(4)
-    inputs = cache.inputs(prompt(3, 1)[0])
-    ids = torch.cat([prompt(24), prompt(3, 1)], 1)
-    assert torch.equal(inputs["input_ids"], ids)
-    got = LLAMA.generate(**inputs, past_key_values=cache, num_beams=4, **GREEDY)
-    assert torch.equal(got, LLAMA.generate(ids, num_beams=4, **GREEDY))
-
-
-def test_samples_of_prompt_hold_it_once():
-    one = filled(LLAMA, 300)
-    cache = filled(LLAMA, 300)
-    cache.fork(8)
-    inputs = cache.inputs(prompt(2, 1)[0])
-    LLAMA.generate(**inputs, past_key_values=cache, num_return_sequences=8, do_sample=True, max_new_tokens=12)
-    assert cache.nbytes == one.nbytes  # the tails fit the spare room
-    assert cache.state()["ids"].numel() == 300 + 8 * 13
-
-
-def test_wrong_batches_are_refused_by_name():
-    cache = filled(LLAMA)
-    for wrong in ((), (1, 1), (0, -1)):
-        with pytest.raises(ConfigError, match="expected"):
-            cache.use(*wrong)
-    with pytest.raises(ConfigError, match="fork"):
-        cache.fork(0)
-    with pytest.raises(PromptError, match="2 came for 1 active sequences, but one request"):
-        LLAMA.generate(prompt(6, rows=2), past_key_values=SequenceCache(LLAMA), max_new_tokens=2)
-    cache.fork(2)
-    with pytest.raises(ConfigError, match="use"):
-        cache.fork(2)
-    with pytest.raises(PromptError, match="2 active"):
-        fed(cache, prompt(2))
-    for new in ((), ([5], [6], [7]), ([5], [])):
-        with pytest.raises(ConfigError, match="new tokens came for 2 active sequences"):
-            cache.inputs(*new)
-    cache.remove(1, 20)  # all ones would count as many tokens of both
-    with pytest.raises(PromptError, match=r"\[24, 20\]"):
-        LLAMA(prompt(2, rows=2), past_key_values=cache, attention_mask=torch.ones(2, 26))
-    with pytest.raises(ConfigError, match="sequence 1 holds other tokens than sequence 0"):
-        cache.inputs([5, 6])
-    check_forward(cache, prompt(2, rows=2))
-
-
-@pytest.mark.parametrize(
-    ("name", "attention", "says"),
-    [
-        ("gemma3_text", "sdpa", "measures in tokens"),
-        ("bloom", "eager", "measures in tokens"),
-        ("llama", "flex_attention", r"'flex_attention'.*eager, sdpa"),
-    ],
-)
-def test_models_without_masks_for_batch_are_refused_by_name(name, attention, says):
-    model = tiny_model(name)
-    cache = filled(model)
-    model.set_attn_implementation(attention)
-    with pytest.raises(UnsupportedModelError, match=says):
-        cache.fork(2)
-    assert cache.batch == (0,)
+    for wrong in (-1, 1.0, True):
+        with pytest.raises(ConfigError, match="expected a number from 0 on"):
+            cache.use(wrong)
+    with pytest.raises(ConfigError, match="no new tokens"):
+        cache.inputs([])
+    for wrong in (lambda: cache.batch_repeat_interleave(2), lambda: cache.reorder_cache(torch.tensor([0, 0]))):
+        with pytest.raises(ConfigError, match=r"rows \[0, 0\].*BlendCache"):
+            wrong()
+    for settings in ({}, {"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}):
+        ids = prompt(6, rows=1 if settings else 2)
+        with pytest.raises(PromptError, match=r"2 requests came.*BlendCache"):
+            LLAMA.generate(ids, past_key_values=SequenceCache(LLAMA), max_new_tokens=2, **settings)
+    mask = torch.ones(1, 26)
+    mask[0, 0] = 0
+    with pytest.raises(PromptError, match="with padding"):
+        LLAMA(prompt(2), past_key_values=cache, attention_mask=mask)
+    check_forward(cache, prompt(2))

@@ -85,7 +85,7 @@ def inside(position, start, stop):
 def append(table, sequence, added):
     """Give a sequence tokens (id, position), whose ids are their names."""
     ids, positions = torch.tensor(added).T
-    table.write([sequence], positions[None], ids[None], torch.ones(1, len(added), dtype=torch.bool))
+    table.write(sequence, positions, ids)
 
 
 def filled(tokens):
@@ -103,7 +103,7 @@ def run(program):
             append(table, arguments[0], plain.append(*arguments))
         elif name == "compact":
             table.compact()
-            assert table.count == len(table.used_cells())
+            assert table.compact() is None
         else:
             getattr(plain, name)(*arguments)
             getattr(table, name)(*arguments)

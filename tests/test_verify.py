@@ -172,10 +172,6 @@ def as_the_model_has_put_them(source: Any, layer: int, states: Any, old: Any, ne
     return states
 
 
-def every_cell_seen(seen: Any, real: Any) -> Any:
-    return torch.ones(len(real), 1, real.shape[1], seen.shape[1] + real.numel(), dtype=torch.bool)
-
-
 def attending_unnoticed(*given: Any, **kwargs: Any) -> Any:
     return eager_attention_forward(*given, **kwargs)
 
@@ -224,7 +220,6 @@ BREAKS: list[tuple[str, Any, str, Callable[..., Any]]] = [  # check, owner, attr
     ("heal", layers.BlendLayer, "overwrite", all_but_the_first),
     ("whole_shift", tables.TableSource, "rotations", where_they_were),
     ("closed_hole", tables.TableSource, "rotations", where_they_were),
-    ("shared_cells", sequence_cache, "mask_of", every_cell_seen),
     ("self_extend", self_extend, "_moved", as_the_model_has_put_them),
     ("asks_for_attention", self_extend, "attend", attending_unnoticed),
     ("own_scales", calibrate, "shared_scale", lambda _: "a projection quantises a whole call by one scale."),
@@ -242,8 +237,6 @@ def trusted(family: str) -> PreTrainedModel:
     model = model_of(family)
     with attending(model, "sdpa"), self_extend.self_extend(model):
         sequence_cache.SequenceCache(model)
-    with attending(model, "sdpa"):
-        sequence_cache.SequenceCache(model).fork(2)
     return model
 
 

@@ -64,7 +64,7 @@ def whole_shift(subject: CheckedModel) -> CheckResult:
     cache.shift(cache.active, 0, None, SHIFT)
     logits = _forward(model, cache, ids[:, prefix:])
     expected, plain = _plain(model, ids, SHIFT)
-    compared = _by_layer(cache.materialize(), plain.layers)
+    compared = _by_layer(cache.compact(), plain.layers)
     compared.append(Comparison("the logits", logits, expected[:, prefix:]))
     return subject.compare(compared, "at the new positions")
 
@@ -81,28 +81,7 @@ def closed_hole(subject: CheckedModel) -> CheckResult:
     cache.remove(cache.active, start, stop)
     cache.shift(cache.active, stop, None, start - stop)
     _, plain = _plain(model, torch.cat([ids[:, :start], ids[:, stop:]], dim=1), 0)
-    return subject.compare(_by_layer(cache.materialize()[:1], plain.layers[:1]), "of what is left")
-
-
-@check(first_use="share")
-@_unless_refused
-def shared_cells(subject: CheckedModel) -> CheckResult:
-    """A sequence that is forked and whose copies are shortened continues, all at once, as plain forwards of each."""
-    model = subject.model
-    ids = _ids(subject)
-    prefix = ids.shape[1] // 2
-    lengths = (prefix, prefix - 3, prefix)  # that the copies keep
-    new = torch.stack([ids[0, prefix + row : prefix + row + 4] for row in range(len(lengths))])
-    cache = SequenceCache(model)
-    _forward(model, cache, ids[:, :prefix])
-    for number, length in zip(cache.fork(len(lengths)), lengths, strict=True):
-        cache.remove(number, length)
-    logits = torch.cat([_forward(model, cache, new[:, :-1]), _forward(model, cache, new[:, -1:])], 1)
-    compared = []
-    for row, length in enumerate(lengths):
-        expected, _ = _plain(model, torch.cat([ids[:, :length], new[[row]]], 1), 0)
-        compared.append(Comparison(f"the logits of sequence {row}", logits[[row]], expected[:, length:]))
-    return subject.compare(compared, "of the same tokens alone")
+    return subject.compare(_by_layer(cache.compact()[:1], plain.layers[:1]), "of what is left")
 
 
 @check(first_use="extend", overridable=False)

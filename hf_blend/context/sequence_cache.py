@@ -9,11 +9,10 @@
     cache.remove(1, 100, 200)         # without the tokens at positions 100 … 199
     cache.shift(1, 200, None, -100)   # the rest closes up; its keys are rotated when they are next needed
     cache.use(1)                      # the next forward continues sequence 1
-    cache.fork(8)                     # the next forward continues eight sequences, a batch over the same storage
 
 A key is stored as it was computed and rotated from there each time, so any number of moves costs the precision of one.
-The semantics are those of llama.cpp's KV cache, except that a shift moves a shared token for one sequence only. As in
-its unified cache, active sequences attend to the storage as it is, and a mask hides the tokens of other sequences.
+The semantics are those of llama.cpp's KV cache, except that a shift moves a shared token for one sequence only, and
+that one sequence at a time is continued.
 """
 
 from collections.abc import Sequence
@@ -23,43 +22,37 @@ import torch
 from torch import Tensor, nn
 from transformers import BatchEncoding, Cache
 
-from ..cache.layers import ROOM_TOKENS, SPARE_SHARE, as_indices, check_negative
+from ..cache.layers import as_indices, check_negative
 from ..cache.session import layer_of
 from ..errors import ConfigError, PromptError, UnsupportedModelError
 from ..model.anatomy import decoder_layers, is_extended, refuse_extended, text_config
-from ..model.attention import ROWS, STOCK, layers_handing_on, register_attention
 from ..model.author import Author, author_of, refuse_other_author
 from ..model.checks import CheckedModel, Use, ensure_passed
 from ..model.hooks import ForwardHooks
 from ..model.modality import other_inputs
 from ..model.placement import input_device
-from ..model.row_masks import MadeLines
 from ..prefill.layout import layout_of
 from ..prompt.history import UNKNOWN
 from .sequence_layer import SequenceLayer
 from .sequence_state import check_state, sequences_of
 from .tables import TableSource, counted_in_tokens, regime_tokens
-from .token_table import TokenTable, grown, mask_of
+from .token_table import TokenTable
 
-MASKED = ("eager", STOCK)  # attention implementations that take any mask
-CHECKS = "hf_blend.context.checks"
 MOVE = Use(
     "move",
-    CHECKS,
+    "hf_blend.context.checks",
     "a sequence that {} computed cannot be moved",
     "Use a fresh prefill instead, or pass allow_unverified=True to use it all the same.",
 )
-SHARE = Use("share", CHECKS, "several sequences of {} cannot share cells", "Continue one at a time with use().")
-Forward = tuple[Tensor, Tensor, Tensor]  # positions and ids of new tokens, and which of them are no padding
+Forward = tuple[Tensor, Tensor]  # positions and ids of new tokens, `[tokens]` each
 RESET = "Go back to what the model was, or reset() the cache and prefill again."
 
 
 class SequenceCache(Cache):
-    """A `transformers.Cache` of several sequences over one storage, which are continued alone or as a batch.
+    """A `transformers.Cache` of several sequences over one storage, one of which is continued at a time.
 
-    Works with greedy search, sampling, streaming and assisted decoding of one request, and with a batch of sequences
-    that share what they have in common: sampling several answers, beams, many questions behind one prefix. As long as
-    the cache lives, a hook hands the model the cache's positions and mask in every call with it.
+    Works with greedy search, sampling, streaming and assisted decoding of one request. As long as the cache lives, a
+    hook hands the model the cache's positions in every call with it.
 
     `generate` leaves out as many first tokens of a prompt as the cache holds, whatever they are. So a prompt behind
     held tokens is made by `inputs`, and others of several tokens are refused. A call of the model itself is given the
@@ -69,7 +62,7 @@ class SequenceCache(Cache):
     attention further prompts are refused.
 
     Attributes:
-        batch: the sequences that the next forward continues, by row.
+        active: the number of the sequence that the next forward continues.
         author: the model as it was when it computed what is held; None before anything is.
     """
 
@@ -87,7 +80,6 @@ class SequenceCache(Cache):
             UnsupportedModelError: they cannot; the layer is named.
         """
         self.model = model
-        self._allow_unverified = allow_unverified
         self._source = TableSource.of(model, below_regime=True)
         self._position_limit = regime_tokens(model)
         ensure_passed(CheckedModel(model), MOVE, allow_unverified)
@@ -99,14 +91,13 @@ class SequenceCache(Cache):
 
     def _begin(self) -> None:
         """Hold nothing."""
-        self.batch: tuple[int, ...] = (0,)
+        self.active = 0
         self.author: Author | None = None
         self.layers = self._empty_layers()
         self._table = TokenTable()
-        self._is_arranged = True  # the columns are those of the active sequences
-        self._visible: Tensor | None = None  # columns that each active sequence sees; None: all
+        self._is_arranged = True  # the columns are those of the active sequence
         self._was_extended = False
-        self._expected: Tensor | None = None  # new ids of the prompts that `inputs` made, `[sequences, tokens]`
+        self._expected: Tensor | None = None  # new ids of the prompt that `inputs` made, `[tokens]`
         self._forward: Forward | None = None  # that runs
         self._given: tuple[Tensor, Forward] | None = None  # the positions that the model was given last
 
@@ -116,11 +107,6 @@ class SequenceCache(Cache):
     def nbytes(self) -> int:
         """Bytes of K and V that the cache holds, spare room included."""
         return sum(layer.nbytes for layer in self.layers)
-
-    @property
-    def active(self) -> int:
-        """The first of the sequences that the next forward continues."""
-        return self.batch[0]
 
     @property
     def sequences(self) -> list[int]:
@@ -137,8 +123,8 @@ class SequenceCache(Cache):
         return self._table.row(self._number(sequence))[1].tolist()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """How many tokens the active sequence has; of a batch, the longest one."""
-        return max(map(self._table.length, self.batch))
+        """How many tokens the active sequence has."""
+        return self._table.length(self.active)
 
     def __bool__(self) -> bool:
         """Whether there is anything in the cache."""
@@ -175,86 +161,47 @@ class SequenceCache(Cache):
         self._table.divide(self._number(sequence), start, stop, by)
         self._changed()
 
-    def use(self, *sequences: int) -> None:
-        """Continue a sequence in the next forward, or a batch of several. A new number is an empty sequence."""
-        numbers = tuple(map(self._number, sequences))
-        if not numbers or len(set(numbers)) < len(numbers):
-            raise ConfigError(f"use{sequences} names {len(numbers)} sequences, expected one or more, each once.")
-        if len(numbers) > 1:
-            self._ensure_shareable()
-        self.batch = numbers
+    def use(self, sequence: int) -> None:
+        """Continue a sequence in the next forward. A new number is an empty sequence."""
+        self.active = self._number(sequence)
         self._changed()
 
-    def fork(self, sequences: int) -> list[int]:
-        """Continue the active sequence in the next forward as a batch of so many, which share its tokens.
+    def compact(self) -> list[SequenceLayer]:
+        """Free the storage of forgotten tokens and rotate keys that moved, as the next forward would do.
 
         Returns:
-            Their numbers: the active one first, then new ones.
+            The layers, whose `keys` and `values` are those of the active sequence in the order of its tokens.
         """
-        if sequences < 1 or len(self.batch) > 1:
-            raise ConfigError(
-                f"fork({sequences}) was asked with {len(self.batch)} active sequences, but a number from 1 on is "
-                "expected, and one active sequence. Call use() with the sequence to fork."
-            )
-        self._select_rows([0] * sequences)
-        return [*self.batch]
-
-    def compact(self) -> None:
-        """Free the storage of forgotten tokens and rotate keys that moved, as the next forward would do."""
-        self._free_cells(allowed=0)
-        self._arrange_active()
-
-    def materialize(self) -> list[SequenceLayer]:
-        """The layers, with `keys` and `values` of the first active sequence alone, in the order of its tokens."""
-        self._refuse_gaps(self._table.row(self.active)[1])
-        self._free_cells(allowed=0)
-        self._arrange([self.active], may_hide=False)
-        self._is_arranged = self._visible is None and len(self.batch) == 1
+        self._free_cells()
+        self._is_arranged = False
+        self._arrange()
         return self.layers
 
     # What `generate` and the model call
 
-    def inputs(self, *new_ids: Sequence[int]) -> BatchEncoding:
-        """Build the prompts of the next `generate`: the tokens that are held, and new ones behind them.
+    def inputs(self, new_ids: Sequence[int]) -> BatchEncoding:
+        """Build the prompt of the next `generate`: the tokens of the active sequence, and new ones behind them.
 
         Args:
-            *new_ids: token ids for each active sequence. With fewer lists each is for as many neighbours that hold
-                the same: `num_beams` and `num_return_sequences` make so many rows of a prompt.
+            new_ids: token ids.
 
         Returns:
-            `input_ids` and `attention_mask`, `[prompts, tokens]`, with padding before what a row holds and before its
-            new tokens, on the model's device.
+            `input_ids` and `attention_mask`, `[1, tokens]`, on the model's device.
 
         Raises:
-            ConfigError: there are more lists than active sequences, or a list is empty.
+            ConfigError: there are no new tokens.
         """
-        copies, odd = divmod(len(self.batch), max(1, len(new_ids)))
-        numbers = self.batch[:: max(1, copies)]
-        if not new_ids or odd or not copies or not all(map(len, new_ids)):
-            raise ConfigError(
-                f"{len(new_ids)} lists of {[*map(len, new_ids)]} new tokens came for {len(self.batch)} active "
-                "sequences, but one for each is expected, or fewer of which each is for as many. Call use() or fork()."
-            )
-        for row, number in enumerate(self.batch):
-            if self.tokens(number) != self.tokens(numbers[row // copies]):
-                raise ConfigError(
-                    f"sequence {number} holds other tokens than sequence {numbers[row // copies]}, but the same are "
-                    f"expected to be continued by one prompt. Give {len(self.batch)} lists."
-                )
-        held = self.get_seq_length()
-        ids = torch.zeros((len(new_ids), held + max(map(len, new_ids))), dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for row, (number, new) in enumerate(zip(numbers, new_ids, strict=True)):
-            known = torch.tensor(self.tokens(number), dtype=torch.long)
-            for end, tokens in ((held, known), (ids.shape[1], torch.as_tensor(new))):
-                ids[row, end - len(tokens) : end] = tokens.clamp_min(0)  # generate leaves unknown ids out
-                mask[row, end - len(tokens) : end] = 1
-        self._expected = ids[:, held:].repeat_interleave(copies, 0)
+        new = torch.as_tensor(new_ids, dtype=torch.long)
+        if not new.numel():
+            raise ConfigError("no new tokens came, but one or more are expected behind what is held. Give some.")
+        held = torch.tensor(self.tokens(), dtype=torch.long).clamp_min(0)  # generate leaves unknown ids out
+        ids = torch.cat([held, new])[None].to(self._device)
+        self._expected = new
         self._record_past(False)
-        return BatchEncoding({"input_ids": ids.to(self._device), "attention_mask": mask.to(self._device)})
+        return BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
 
     def forward_begins(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Called by the hook on the model: returns its arguments with positions and mask of the active sequences."""
+        """Called by the hook on the model: returns its arguments with the positions of the active sequence."""
         if others := other_inputs(self.model, arguments):
             raise PromptError(
                 f"{', '.join(others)} came with a SequenceCache, but text alone is expected: it "
@@ -263,24 +210,22 @@ class SequenceCache(Cache):
         if self._given is not None and arguments.get("position_ids") is self._given[0]:
             self._forward = self._given[1]  # a wrapper such as PEFT's hands its arguments on to the model inside
             return arguments
-        new, real = self._new_tokens(arguments)
+        new = self._new_tokens(arguments)
         self._check_turn(new, arguments)
         self._was_extended = self._was_extended or is_extended(self.model)
-        self.make_room(real.shape[1])
-        self._arrange_active()
+        tokens = new.shape[1]
+        self.make_room(tokens)
+        self._arrange()
 
-        # New tokens come behind the last position of their sequence; padding takes none
-        starts = torch.tensor([[self._table.next_position(number)] for number in self.batch])
-        positions = (starts + real.long().cumsum(1) - 1).clamp_min(0)
+        # New tokens come behind the last position of the sequence
+        start = self._table.next_position(self.active)
+        positions = torch.arange(start, start + tokens)
         self._refuse_other_frequencies(positions)
-        ids = new.cpu() if new.dim() == 2 else torch.full(real.shape, UNKNOWN)
-        given = positions.to(new.device)
-        self._forward = positions, ids, real
+        ids = new[0].cpu() if new.dim() == 2 else torch.full((tokens,), UNKNOWN)
+        given = positions[None].to(new.device)
+        self._forward = positions, ids
         self._given = given, self._forward
-        changed = {**arguments, "position_ids": given, "attention_mask": None}
-        if self._visible is not None:
-            changed |= self._mask_arguments(mask_of(self._visible, real))
-        return changed
+        return {**arguments, "position_ids": given, "attention_mask": None}
 
     def forward_ends(self, failed: bool = False) -> None:
         """Called by the hook behind the model."""
@@ -293,9 +238,9 @@ class SequenceCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store a layer's new K and V, and return all K and V that the active sequences attend to.
+        """Store a layer's new K and V, and return all K and V that the active sequence attends to.
 
-        Shapes: `[sequences, kv_heads, tokens, head_dim]` → `[sequences, kv_heads, all tokens, head_dim]`.
+        Shapes: `[1, kv_heads, tokens, head_dim]` → `[1, kv_heads, all tokens, head_dim]`.
         """
         if self._forward is None:
             raise ConfigError(
@@ -313,17 +258,17 @@ class SequenceCache(Cache):
         self._record_past(True)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens of each active sequence; their number is negative, and may be more than there are."""
+        """Forget the last tokens of the active sequence; their number is negative, and may be more than there are."""
         tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 gives a tensor
         check_negative(tokens_to_remove, self.get_seq_length())
-        for number in reversed(self.batch):  # the last has the last cells
-            self._table.crop(number, -tokens_to_remove)
+        self._table.crop(self.active, -tokens_to_remove)
+        held = self.get_seq_length()
         last = self._table.row(self.active)[0][-1:]
-        has_others_behind = bool((last + 1 != self._table.count).any())
-        if self._visible is not None or has_others_behind:
-            self._changed()
+        is_at_end = bool((last + 1 == self._table.count).all())
+        if is_at_end:
+            self._show(held)
         else:
-            self._show(self.get_seq_length())
+            self._changed()
 
     def reset(self) -> None:
         """Forget every sequence; sequence 0 is active then, as in a new cache."""
@@ -331,16 +276,16 @@ class SequenceCache(Cache):
         self._begin()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace each active sequence by the one at an index of the batch; called by beam search."""
-        self._select_rows(beam_idx.tolist())
+        """Refuse beams; called by beam search."""
+        _refuse_rows(beam_idx.tolist())
 
     def batch_select_indices(self, indices: Any) -> None:
-        """Continue only some of the active sequences, `[kept]` indices of `batch`, and forget the others."""
-        self._select_rows(as_indices(indices).tolist())
+        """Refuse any rows but the only one."""
+        _refuse_rows(as_indices(indices).tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Continue each active sequence `repeats` times, side by side, sharing what they hold."""
-        self._select_rows([index for index in range(len(self.batch)) for _ in range(repeats)])
+        """Refuse more rows than one."""
+        _refuse_rows([0] * repeats)
 
     # Sessions
 
@@ -356,7 +301,7 @@ class SequenceCache(Cache):
 
     def state(self) -> dict[str, Tensor]:
         """The tensors of the cache, by the names in `sequence_state`."""
-        self._free_cells(allowed=0)
+        self._free_cells()
         table = self._table
         state = {"ids": table.ids.clone(), "origins": table.origins.clone(), "active": torch.tensor(self.active)}
         for number in self.sequences:
@@ -377,9 +322,9 @@ class SequenceCache(Cache):
             layer.add(0, {name: tensor.to(self._device) for name, tensor in layer_of(state, index).items()})
         self._begin()
         self.layers = layers
-        self.batch = (int(state["active"]),)
+        self.active = int(state["active"])
         self.author = author_of(self.model)._replace(autocast="")
-        self._table.insert(0, state["ids"], state["origins"])
+        self._table.insert(state["ids"], state["origins"])
         for number, (cells, positions) in sequences_of(state).items():
             self._table.set_row(number, cells.clone(), positions.clone())
         self._changed()
@@ -396,39 +341,30 @@ class SequenceCache(Cache):
             raise ConfigError(f"a sequence is named {sequence!r}, expected a number from 0 on.")
         return sequence
 
-    def _new_tokens(self, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """The new tokens, and which of them are no padding, `[sequences, tokens]`."""
-        new, mask, rows = arguments.get("input_ids"), arguments.get("attention_mask"), len(self.batch)
+    def _new_tokens(self, arguments: dict[str, Any]) -> Tensor:
+        """The ids of the new tokens, `[1, tokens]`, or their embeddings, `[1, tokens, width]`."""
+        new = arguments.get("input_ids")
         if new is None:
             new = arguments.get("inputs_embeds")
-        if new is None or new.shape[0] != rows or (mask is not None and mask.dim() != 2):
-            count = 0 if new is None else new.shape[0]
+        mask = arguments.get("attention_mask")
+        rows = 0 if new is None else new.shape[0]
+        has_gaps = mask is not None and (mask.dim() != 2 or not bool(mask.all()))
+        if new is None or rows != 1 or has_gaps:
             raise PromptError(
-                f"{count or 'nothing'} came for {rows} active sequences, but one request without padding is expected "
-                "for one, and a row for each of several. With num_beams or num_return_sequences generate makes so "
-                f"many rows of each prompt: call fork({max(2, count)}) first, or use() with sequences of their own."
+                f"{rows or 'no'} requests came{' with padding' * has_gaps}, but a {type(self).__name__} expects one, "
+                "without padding: it continues one sequence at a time. Use a BlendCache for a batch or beams."
             )
-        width = new.shape[1]
-        if mask is None:
-            return new, torch.ones((rows, width), dtype=torch.bool)
-        mask = mask.cpu().bool()
-        held = torch.tensor([self._table.length(number) for number in self.batch])
-        more = mask[:, :-width].sum(1) - held  # all ones may also count what a window has dropped, of all alike
-        is_whole = bool(mask.all()) and (rows == 1 or bool((more == more[0].clamp_min(0)).all()))
-        if not is_whole and (rows == 1 or more.any()):
-            raise PromptError(
-                f"the attention mask counts {mask.sum(1).tolist()} tokens, but one request without padding is "
-                f"expected, or a batch whose rows count the {held.tolist()} tokens that are held and the new ones."
-            )
-        return new, mask[:, -width:]
+        return new
 
     def _check_turn(self, new: Tensor, arguments: dict[str, Any]) -> None:
         """Refuse prompts that may begin otherwise than what is held, and another model than computed it."""
-        held, width = self.get_seq_length(), new.shape[1]
-        expected, self._expected = self._expected, None
-        is_expected = expected is not None and new.dim() == 2 and torch.equal(new.cpu(), expected[:, :width])
-        if expected is not None and is_expected and width < expected.shape[1]:
-            self._expected = expected[:, width:]  # the rest comes in further forwards (prefill_chunk_size)
+        held = self.get_seq_length()
+        width = new.shape[1]
+        expected = self._expected
+        self._expected = None
+        is_expected = expected is not None and new.dim() == 2 and torch.equal(new[0].cpu(), expected[:width])
+        if expected is not None and is_expected and width < len(expected):
+            self._expected = expected[width:]  # the rest comes in further forwards (prefill_chunk_size)
         is_step = held > 0 and not is_expected and (width == 1 or self.layers[0].record_past)
         positions = arguments.get("position_ids")
         is_from_start = width > held > 0 and isinstance(positions, Tensor) and int(positions.max()) + 1 == width
@@ -455,32 +391,13 @@ class SequenceCache(Cache):
         """The new tokens of a forward are in every layer."""
         if self._forward is None:
             return
-        positions, ids, real = self._forward
+        positions, ids = self._forward
         self._forward = None
-        self._table.write(self.batch, positions, ids, real)
-        if self._visible is not None:
-            self._visible = grown(self._visible, real)
-        self._show(self.layers[0].length + real.numel())
-
-    def _select_rows(self, indices: list[int]) -> None:
-        """Replace the active sequences by copies of those at some indices of the batch."""
-        numbers = [*self.batch[: len(indices)]]
-        taken = {*self.sequences, *self.batch}
-        number = 0
-        while len(numbers) < len(indices):
-            if number not in taken:
-                numbers.append(number)
-            number += 1
-        rows = [self._table.row(self.batch[index]) for index in indices]
-        gone = self.batch[len(indices) :]
-        self.use(*numbers)
-        for number, row in zip(numbers, rows, strict=True):
-            self._table.set_row(number, *row)
-        self._table.forget(gone)
-        self._changed()
+        self._table.write(self.active, positions, ids)
+        self._show(self.get_seq_length())
 
     def _changed(self) -> None:
-        """The active sequences are not what they were, for the columns and for the prompts that `inputs` made."""
+        """The active sequence is not what it was, for the columns and for the prompt that `inputs` made."""
         self._expected = None
         self._columns_changed()
 
@@ -493,70 +410,29 @@ class SequenceCache(Cache):
         for layer in self.layers:
             layer.show(columns)
 
-    def _free_cells(self, allowed: int) -> None:
-        """Free the cells of no sequence, if there are more than `allowed`."""
-        if self._table.count - len(self._table.used_cells()) <= allowed:
-            return
+    def _free_cells(self) -> None:
+        """Free the cells of no sequence."""
         cells = self._table.compact()
-        for layer in self.layers:
-            layer.keep(cells)
-        self._columns_changed()
+        if cells is not None:
+            for layer in self.layers:
+                layer.keep(cells)
+            self._columns_changed()
 
-    def _arrange_active(self) -> None:
-        """Prepare the columns of K and V that the next forward attends to."""
+    def _arrange(self) -> None:
+        """Prepare the columns of K and V that the next forward attends to: those of the active sequence."""
         if self._is_arranged:
             return
-        for number in self.batch:
-            positions = self._table.row(number)[1]
-            self._refuse_gaps(positions)
-            self._refuse_other_frequencies(positions)
-        self._free_cells(0 if len(self.batch) == 1 else max(ROOM_TOKENS, self._table.count // SPARE_SHARE))
-        is_all = len(self.batch) == 1 and self._table.length(self.active) == self._table.count
-        self._arrange(self.batch, may_hide=not is_all and self._may_hide())
-        self._is_arranged = True
-
-    def _arrange(self, sequences: Sequence[int], may_hide: bool) -> None:
-        """Make the columns those of some sequences."""
-        view = self._table.view(sequences, may_hide)
-        rotations = self._source.rotations(self._table.origins[view.cells], view.positions)
+        positions = self._table.row(self.active)[1]
+        self._refuse_gaps(positions)
+        self._refuse_other_frequencies(positions)
+        self._free_cells()
+        cells, positions = self._table.row(self.active)
+        rotations = self._source.rotations(self._table.origins[cells], positions)
+        in_order = self._table.ends_with(self.active)
         for layer, style, by in zip(self.layers, self._source.styles, rotations, strict=True):
-            layer.arrange(view.cells, view.in_order, style, by)
-        self._visible = None if view.visible is None else view.visible.to(self._device)
-        self._show(len(view.cells))
-
-    def _mask_arguments(self, mask: Tensor) -> dict[str, Any]:
-        """A mask, `[sequences, 1, tokens, columns]`, in the form that the model's attention takes."""
-        if self._attention != STOCK:
-            hidden = torch.zeros(mask.shape, dtype=self.model.dtype, device=mask.device)
-            return {"attention_mask": hidden.masked_fill_(~mask, float("-inf"))}
-        if len(layers_handing_on(self.model)) < len(self.layers):
-            return {"attention_mask": mask}
-        register_attention(STOCK)  # which reads shared columns once, where stock sdpa copies them for every head
-        return {"attention_mask": mask, ROWS: MadeLines(mask)}
-
-    @property
-    def _attention(self) -> str:
-        return getattr(text_config(self.model), "_attn_implementation", None) or ""
-
-    def _ensure_shareable(self) -> None:
-        """Refuse a model whose attention does not take a mask that hides cells."""
-        reason = counted_in_tokens(self.model, self._source)
-        if not reason and self._attention not in MASKED:
-            reason = f"its attention is {self._attention!r}, and one of {', '.join(MASKED)} is expected"
-        if reason:
-            raise UnsupportedModelError(
-                f"several sequences of {type(self.model).__name__} cannot be continued at once over shared cells: "
-                f"{reason}. Continue one at a time with use(), or use a DynamicCache for each."
-            )
-        ensure_passed(CheckedModel(self.model), SHARE, self._allow_unverified)
-
-    def _may_hide(self) -> bool:
-        """Whether a mask can hide the tokens of other sequences; else a copy without them is needed."""
-        try:
-            self._ensure_shareable()
-        except UnsupportedModelError:
-            return False
-        return True
+            layer.arrange(cells, in_order, style, by)
+        self._show(len(cells))
+        self._is_arranged = True
 
     def _refuse_other_frequencies(self, positions: Tensor) -> None:
         """Refuse positions from which on the rotary frequencies are others: cached keys would have the old ones."""
@@ -576,6 +452,15 @@ class SequenceCache(Cache):
                 f"the active sequence has holes or repeats in its positions, but {reason}, not positions. Close the "
                 "holes with shift()."
             )
+
+
+def _refuse_rows(rows: Sequence[int]) -> None:
+    """Refuse any rows of a batch but the only one."""
+    if list(rows) != [0]:
+        raise ConfigError(
+            f"rows {list(rows)} of a batch were asked for, but a SequenceCache holds one request: [0] is expected. "
+            "Use a BlendCache for a batch or beams."
+        )
 
 
 class ShiftCache(SequenceCache):
@@ -633,20 +518,19 @@ class ShiftCache(SequenceCache):
         self.shifts = 0
 
     def make_room(self, tokens: int) -> None:
-        """Drop at least half of the tokens behind the kept ones of each active sequence, if new ones do not fit."""
+        """Drop at least half of the tokens behind the kept ones, if new ones do not fit."""
         keep = self.keep_tokens
-        for number in self.batch:
-            held = self._table.next_position(number)
-            excess = held + tokens - self.window_tokens
-            behind_kept = max(0, held - keep)
-            if excess > behind_kept:
-                raise PromptError(
-                    f"{tokens} new tokens do not fit a window of {self.window_tokens}, of which {keep} are kept. Pass "
-                    "prefill_chunk_size to generate(**cache.inputs(ids)), or shorten the prompt."
-                )
-            if excess > 0:
-                dropped = max(excess, behind_kept // 2)
-                self._table.remove(number, keep, keep + dropped)
-                self._table.shift(number, keep + dropped, None, -dropped)
-                self._columns_changed()
-                self.shifts += 1
+        held = self._table.next_position(self.active)
+        excess = held + tokens - self.window_tokens
+        behind_kept = max(0, held - keep)
+        if excess > behind_kept:
+            raise PromptError(
+                f"{tokens} new tokens do not fit a window of {self.window_tokens}, of which {keep} are kept. Pass "
+                "prefill_chunk_size to generate(**cache.inputs(ids)), or shorten the prompt."
+            )
+        if excess > 0:
+            dropped = max(excess, behind_kept // 2)
+            self._table.remove(self.active, keep, keep + dropped)
+            self._table.shift(self.active, keep + dropped, None, -dropped)
+            self._columns_changed()
+            self.shifts += 1

@@ -18,7 +18,7 @@ from ..rotary.base import RotaryStyle
 class SequenceLayer(DynamicLayer):
     """K and V by cell, `[1, kv_heads, cells, width]`, and copies of the columns where these differ from the cells.
 
-    `keys` and `values` are the columns that attention is given, `[1, kv_heads, columns, width]`, for all sequences.
+    `keys` and `values` are the columns that attention is given, `[1, kv_heads, columns, width]`.
     """
 
     def __init__(self) -> None:
@@ -42,23 +42,24 @@ class SequenceLayer(DynamicLayer):
         """Take heads, widths, dtype and device from the first states, `[1, kv_heads, tokens, width]`."""
         self.dtype = key_states.dtype
         self.device = key_states.device
-        self._stored = [Columns(key_states[:1]), Columns(value_states[:1])]
+        self._stored = [Columns(key_states), Columns(value_states)]
         self.is_initialized = True
 
     def write(self, cell: int, keys: Tensor, values: Tensor) -> Pair:
-        """Store new tokens, `[sequences, kv_heads, tokens, width]`, from a cell on; returns all columns with them."""
+        """Store new tokens, `[1, kv_heads, tokens, width]`, from a cell on; returns all columns with them."""
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         if not self.length:
             self._first = cell
         columns = []
         for stored, copy, states in zip(self._stored, self._copies, (keys, values), strict=True):
-            new = _in_a_row(states)
-            cells = stored.write(cell, new)
-            columns.append(cells[:, :, self._first :] if copy is None else copy.write(self.length, new))
+            cells = stored.write(cell, states)
+            if copy is None:
+                columns.append(cells[:, :, self._first :])
+            else:
+                columns.append(copy.write(self.length, states))
         self.keys, self.values = columns
-        sequences = len(keys)
-        return self.keys.expand(sequences, -1, -1, -1), self.values.expand(sequences, -1, -1, -1)
+        return self.keys, self.values
 
     def parts(self, cells: Tensor) -> dict[str, Tensor]:
         """The stored tensors of some cells by name, `[kv_heads, tokens, width]`; `cells` ascend, each once."""
@@ -107,11 +108,6 @@ class SequenceLayer(DynamicLayer):
     def get_seq_length(self) -> int:
         """How many columns there are."""
         return self.length
-
-
-def _in_a_row(states: Tensor) -> Tensor:
-    """New tokens of several sequences one sequence after the other, `[1, kv_heads, sequences * tokens, width]`."""
-    return states if len(states) == 1 else states.transpose(0, 1).flatten(1, 2)[None]
 
 
 def _rotated(states: Tensor, style: type[RotaryStyle], by: Pair) -> Tensor:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from ..cache.session import identity, read_session, refusing, write_session
-from ..errors import ConfigError
 from ..model.author import author_of
 from .sequence_cache import SequenceCache
 

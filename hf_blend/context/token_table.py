@@ -5,21 +5,12 @@
 A cell is a token's index in the storage. It is written once: the token's id, and the position that its key is rotated
 for (its origin). A sequence is a list of (cell, position). So a copy costs nothing, and a shift of one sequence leaves
 the others alone, where llama.cpp moves a shared cell for all of them. All ranges are half-open ranges of positions.
-
-Attention is given the cells as they are, as in llama.cpp's unified cache, and a mask hides those of other sequences.
-So a batch of sequences reads a shared prefix once. Where most of the storage belongs to other sequences, or keys have
-moved, the columns are a copy of the cells that are needed, each once.
 """
-
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-
-HIDDEN_SHARE = 0.5  # of the columns that may be hidden from all; where it is more, a copy is faster to look at
 
 Row = tuple[Tensor, Tensor]  # cells and positions, `[tokens]` each, in the order in which attention sees them
 
@@ -65,27 +56,16 @@ class TokenTable:
         positions = self.row(sequence)[1]
         return int(positions.max()) + 1 if len(positions) else 0
 
-    def write(self, sequences: Sequence[int], positions: Tensor, ids: Tensor, real: Tensor) -> None:
-        """Append tokens to several sequences, in new cells; those of a sequence are neighbours.
+    def write(self, sequence: int, positions: Tensor, ids: Tensor) -> None:
+        """Append tokens to a sequence, in new cells; positions and ids are `[tokens]`."""
+        cells = torch.arange(self.count, self.count + len(ids))
+        self.insert(ids, positions)
+        self._append(sequence, cells, positions)
 
-        Shapes: positions, ids and real `[sequences, tokens]`; where `real` is False, the token is padding.
-        """
-        cells = torch.arange(self.count, self.count + real.numel()).view(real.shape)
-        self.insert(self.count, ids.flatten(), positions.flatten())
-        for row, number in enumerate(sequences):
-            self._append(number, cells[row][real[row]], positions[row][real[row]])
-
-    def insert(self, cell: int, ids: Tensor, origins: Tensor) -> None:
-        """Insert cells of no sequence in front of `cell`, which gets a higher number."""
-        for number, (cells, positions) in self._rows.items():
-            self._rows[number] = cells + len(ids) * (cells >= cell), positions
-        self.ids = torch.cat([self.ids[:cell], ids, self.ids[cell:]])
-        self.origins = torch.cat([self.origins[:cell], origins, self.origins[cell:]])
-
-    def forget(self, sequences: Iterable[int]) -> None:
-        """Forget sequences, as if they had never been written to."""
-        for number in sequences:
-            self._rows.pop(number, None)
+    def insert(self, ids: Tensor, origins: Tensor) -> None:
+        """Append cells of no sequence."""
+        self.ids = torch.cat([self.ids, ids])
+        self.origins = torch.cat([self.origins, origins])
 
     def remove(self, sequence: int | None, start: int = 0, stop: int | None = None) -> None:
         """Forget the tokens of a sequence, or of all (None), at positions `start <= p < stop` (None: to the end)."""
@@ -135,98 +115,30 @@ class TokenTable:
         self.ids = self.ids[:end]
         self.origins = self.origins[:end]
 
-    def used_cells(self) -> Tensor:
-        """The cells of all sequences, ascending, each once."""
-        return _joined([cells for cells, _ in self._rows.values()]).unique()
+    def compact(self) -> Tensor | None:
+        """Drop the cells of no sequence and number the others again.
 
-    def compact(self) -> Tensor:
-        """Drop the cells of no sequence and number the others again; returns the cells that stay, `[cells]`."""
-        kept = self.used_cells()
+        Returns:
+            The cells that stay, `[cells]`, increasing; None if all do.
+        """
+        rows = [cells for cells, _ in self._rows.values()]
+        kept = torch.cat([torch.empty(0, dtype=torch.long), *rows]).unique()
+        if len(kept) == self.count:
+            return None
         for number, (cells, positions) in self._rows.items():
             self._rows[number] = torch.searchsorted(kept, cells), positions
         self.ids = self.ids[kept]
         self.origins = self.origins[kept]
         return kept
 
-    def view(self, sequences: Sequence[int], may_hide: bool) -> "View":
-        """The columns that attention is given for some sequences; `may_hide`: a mask can hide cells of others."""
-        rows = [self.row(number) for number in sequences]
-        cells, positions = rows[0]
-        if len(rows) == 1 and torch.equal(cells, torch.arange(self.count - len(cells), self.count)):
-            return View(cells, positions, in_order=True, visible=None)
-        if may_hide and all(torch.equal(self.origins[row], at) for row, at in rows):
-            # Nothing has moved: the cells themselves, from the first that is needed on
-            first = min((int(row.min()) for row, _ in rows if len(row)), default=self.count)
-            visible = _marked([row - first for row, _ in rows], self.count - first)
-            if int(visible.any(0).sum()) >= (1 - HIDDEN_SHARE) * (self.count - first):
-                return View(torch.arange(first, self.count), self.origins[first:], in_order=True, visible=visible)
-        if len(rows) == 1:
-            return View(cells, positions, in_order=False, visible=None)
-        return _copied_columns(rows)
+    def ends_with(self, sequence: int) -> bool:
+        """Whether the last cells of the storage are those of a sequence, in its order."""
+        cells, _ = self.row(sequence)
+        return torch.equal(cells, torch.arange(self.count - len(cells), self.count))
 
     def _append(self, sequence: int, cells: Tensor, positions: Tensor) -> None:
         old_cells, old_positions = self.row(sequence)
         self.set_row(sequence, torch.cat([old_cells, cells]), torch.cat([old_positions, positions]))
-
-
-@dataclass(frozen=True)
-class View:
-    """Columns of keys and values: cells and positions, `[columns]`; `visible` to each sequence, None: all to all."""
-
-    cells: Tensor
-    positions: Tensor
-    in_order: bool
-    visible: Tensor | None
-
-
-def mask_of(visible: Tensor, real: Tensor) -> Tensor:
-    """Which columns new tokens see. New tokens are behind all columns, those of a sequence side by side.
-
-    Shapes: visible `[sequences, columns]`, real `[sequences, tokens]` → `[sequences, 1, tokens, columns + sequences *
-    tokens]`.
-    """
-    sequences, tokens = real.shape
-    columns = visible.shape[1]
-    mask = visible.new_zeros((sequences, 1, tokens, columns + sequences * tokens))
-    mask[..., :columns] = visible[:, None, None]
-    before = torch.ones((tokens, tokens), dtype=torch.bool, device=visible.device).tril()
-    itself = torch.eye(tokens, dtype=torch.bool, device=visible.device)
-    for number in range(sequences):
-        start = columns + number * tokens
-        # Padding sees itself, so that its softmax is over something
-        mask[number, 0, :, start : start + tokens] = before & (real[number].to(visible.device) | itself)
-    return mask
-
-
-def grown(visible: Tensor, real: Tensor) -> Tensor:
-    """The visible columns after a forward of new tokens, `[sequences, columns + sequences * tokens]`."""
-    sequences, tokens = real.shape
-    new = visible.new_zeros((sequences, sequences * tokens))
-    for number in range(sequences):
-        new[number, number * tokens : (number + 1) * tokens] = real[number].to(visible.device)
-    return torch.cat([visible, new], 1)
-
-
-def _copied_columns(rows: Sequence[Row]) -> View:
-    """Every cell at every position at which a sequence has it, once; ordered by cell."""
-    cells = _joined([row for row, _ in rows])
-    positions = _joined([at for _, at in rows])
-    positions_count = int(positions.max()) + 1 if len(positions) else 1
-    pairs, column = torch.unique(cells * positions_count + positions, return_inverse=True)
-    columns = column.split([len(row) for row, _ in rows])
-    visible = _marked(columns, len(pairs))
-    return View(pairs // positions_count, pairs % positions_count, in_order=False, visible=visible)
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat([torch.empty(0, dtype=torch.long), *parts])
-
-
-def _marked(columns: Sequence[Tensor], count: int) -> Tensor:
-    marked = torch.zeros((len(columns), count), dtype=torch.bool)
-    for line, marked_columns in zip(marked, columns, strict=True):
-        line[marked_columns] = True
-    return marked
 
 
 def _within(positions: Tensor, start: int, stop: int | None) -> Tensor:
