@@ -146,7 +146,7 @@ def test_holes_are_refused_where_attention_counts_tokens(name):
     cache = filled(shared_zoo_model(name), 40)
     cache.remove(0, 5, 9)
     with self_extend(cache.model) if name == "llama" else contextlib.nullcontext():
-        for look in (cache.materialize, lambda: fed(cache, prompt(2))):
+        for look in (cache.compact, lambda: fed(cache, prompt(2))):
             with pytest.raises(ConfigError, match=COUNTED[name]):
                 look()
         cache.shift(0, 9, None, -4)

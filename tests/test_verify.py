@@ -237,6 +237,8 @@ def trusted(family: str) -> PreTrainedModel:
     model = model_of(family)
     with attending(model, "sdpa"), self_extend.self_extend(model):
         sequence_cache.SequenceCache(model)
+    with attending(model, "sdpa"):
+        sequence_cache.SequenceCache(model)
     return model
 
 
