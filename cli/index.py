@@ -20,9 +20,6 @@ __all__ = ["index"]
 
 Remote = Annotated[str | None, typer.Option(help="URL of a tier behind it: s3://…, hf://…, redis://…, file://….")]
 Namespace = Annotated[str, typer.Option(help="Store the chunks in this namespace.")]
-ShardOption = Annotated[
-    str | None, typer.Option("--shard", help="NUMBER/COUNT: only this share; accelerate launch and torchrun say it.")
-]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what it takes, and store nothing.")]
 
 
@@ -33,7 +30,6 @@ def index(
     remote: Remote = None,
     namespace: Namespace = "",
     chunk_tokens: options.ChunkTokens = 512,
-    shard: ShardOption = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     dry_run: DryRun = False,
@@ -42,40 +38,31 @@ def index(
     """Store every chunk of a corpus that is not stored yet; without a corpus, of the bundled handbook.
 
     It says first how many tokens there are, how many bytes their KV takes and how long that lasts, and what it leaves
-    out. Stopped at any time and run again, it continues where it was. Several processes share the work by the digests
-    of the chunks, and never talk: accelerate launch --multi_gpu --num_processes 2 -m hf_blend.cli.main index CORPUS.
-    Exit code 1 if the store did not keep all of it.
+    out. Stopped at any time and run again, it continues where it was. Any number of processes may write to one store.
+    Exit code 1 if it did not keep all of it.
 
     Examples:
         hf-blend index --store my-chunks
-        hf-blend index --store my-chunks --shard 0/2 --json
+        hf-blend index --store my-chunks --dry-run --json
         hf-blend index documents/ --model HuggingFaceTB/SmolLM2-135M-Instruct  # network
     """
     from hf_blend import ChunkStore
     from hf_blend.evaluation.bundled import open_model
-    from hf_blend.evaluation.indexing import Indexer, Shard
+    from hf_blend.evaluation.indexing import Indexer
 
-    share = Shard.find(shard)
     documents = read(corpus or [])
     source = open_model(model, device, dtype)
     pieces = split(documents, source, chunk_tokens)
     names = {piece.name for piece in pieces}
-    is_first = share.number == 0
-    opened = ChunkStore.open(
-        "memory://" if dry_run else store,
-        memory_bytes=0,
-        remote=remote,
-        namespace=namespace,
-    )
-    with opened:
+    location = "memory://" if dry_run else store
+    with ChunkStore.open(location, memory_bytes=0, remote=remote, namespace=namespace) as opened:
         # Say what it takes
-        indexer = Indexer(load(source, opened, blends=False), source.tokenizer, opened, pieces, share)
+        indexer = Indexer(load(source, opened, blends=False), source.tokenizer, opened, pieces)
         done = indexer.done
-        if is_first:
-            size = f"{done.tokens:,} tokens, {humanise('nbytes', indexer.nbytes)} of KV"
-            say(f"{len(names):,} documents in {done.chunks:,} chunks: {size}.")
+        size = f"{done.tokens:,} tokens, {humanise('nbytes', indexer.nbytes)} of KV"
+        say(f"{len(names):,} documents in {done.chunks:,} chunks: {size}.")
         indexer.check_room()
-        if is_first and indexer.missing:
+        if indexer.missing:
             seconds = duration(indexer.estimated_s())
             say(f"{len(indexer.missing):,} to compute, about {seconds} on {source.device}.")
         if dry_run:
@@ -86,18 +73,15 @@ def index(
 
         # Compute and store
         with interruptible(lambda: _stopped(indexer)):
-            indexer.run(lambda keys: progress(keys, "chunks", quiet=not is_first))
-        if is_first:
-            say_recipe(opened.recipe(indexer.model))
+            indexer.run(lambda keys: progress(keys, "chunks"))
+        say_recipe(opened.recipe(indexer.model))
         evicted = sum(opened.stats()["evicted"].values())
 
-    if is_first or shard:
-        if json:
-            figures = {"documents": len(names), **asdict(done), "evicted": evicted, "left_out": documents.rows()}
-            show({**figures, "shard": str(share)}, as_json=True)
-        else:
-            whose = f" of the share {share}" if share.count > 1 else ""
-            typer.echo(f"{done.stored:,} chunks{whose} were computed and stored, {done.present:,} were there before.")
+    if json:
+        figures = {"documents": len(names), **asdict(done), "evicted": evicted, "left_out": documents.rows()}
+        show(figures, as_json=True)
+    else:
+        typer.echo(f"{done.stored:,} chunks were computed and stored, {done.present:,} were there before.")
     if done.refused or evicted:
         fail(f"the store did not keep {done.refused + evicted} chunks. Make room for them, and run it again.")
 

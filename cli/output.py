@@ -149,8 +149,6 @@ def humanise(name: str, value: Any) -> str:
         return f"{value:.1%}"
     if name == "created":
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value))
-    if name == "age_s":
-        return duration(value) if value < 172800 else f"{value / 86400:.0f} days"
     if isinstance(value, float):
         return f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,8 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Compute and store the chunks of a corpus ahead of time, by one process or by many; what `hf-blend index` does."""
+"""Compute and store the chunks of a corpus ahead of time; what `hf-blend index` does."""
 
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from hf_blend import ChunkStore
-from hf_blend.errors import ConfigError, StoreError
+from hf_blend.errors import StoreError
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.prompt.pieces import tokenize
 from hf_blend.store import ChunkKey
@@ -19,30 +18,6 @@ from hf_blend.store import ChunkKey
 from .answering import token_bytes
 from .bundled import handbook_pages
 from .retrieving import Piece, closed
-
-
-@dataclass(frozen=True)
-class Shard:
-    """The chunks that one of several processes computes: those whose digest says so. Processes need not talk."""
-
-    number: int = 0
-    count: int = 1
-
-    @classmethod
-    def find(cls, text: str | None = None) -> "Shard":
-        """Find out which share is this process's."""
-        shard = text or f"{os.environ.get('RANK', 0)}/{os.environ.get('WORLD_SIZE', 1)}"
-        number, _, count = shard.partition("/")
-        if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
-            raise ConfigError(f"the shard {shard!r} is not NUMBER/COUNT with a number from 0 on, such as 0/4.")
-        return cls(int(number), int(count))
-
-    def owns(self, key: ChunkKey) -> bool:
-        """Say whether a chunk is this process's."""
-        return int(key.digest[:16], 16) % self.count == self.number
-
-    def __str__(self) -> str:
-        return f"{self.number}/{self.count}"
 
 
 @dataclass
@@ -59,9 +34,7 @@ class Indexed:
 class Indexer:
     """Stores every piece of a corpus that is not stored yet. Stopped at any time, it continues where it was."""
 
-    def __init__(
-        self, model: nn.Module, tokenizer: Any, store: ChunkStore, pieces: Sequence[Piece], shard: Shard = Shard()
-    ) -> None:
+    def __init__(self, model: nn.Module, tokenizer: Any, store: ChunkStore, pieces: Sequence[Piece]) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.store = store
@@ -72,10 +45,9 @@ class Indexer:
         for piece in pieces:
             key = ChunkKey(identity, prefix, piece.ids, store.namespace)
             self._pieces[key] = piece
-        shared = [key for key in self._pieces if shard.owns(key)]
-        self.missing = [key for key in shared if not store.contains(key)]
+        self.missing = [key for key in self._pieces if not store.contains(key)]
         tokens = sum(len(key.token_ids) for key in self._pieces)
-        self.done = Indexed(len(self._pieces), tokens, present=len(shared) - len(self.missing))
+        self.done = Indexed(len(self._pieces), tokens, present=len(self._pieces) - len(self.missing))
 
     @property
     def nbytes(self) -> int:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""A corpus that is indexed by any number of processes, stopped anywhere and run again, gives the same bytes."""
+"""A corpus whose indexing is stopped anywhere and run again gives the same bytes."""
 
 import itertools
 import json
@@ -9,18 +9,15 @@ import subprocess
 import sys
 import time
 
-import psutil
 import pytest
 from worlds import REFERENCE, reference_questions
 
 from hf_blend import ChunkStore
-from hf_blend.errors import ConfigError, StoreError
+from hf_blend.errors import StoreError
 from hf_blend.evaluation.bundled import load_model
 from hf_blend.evaluation.documents import Document
-from hf_blend.evaluation.indexing import Indexer, Shard
+from hf_blend.evaluation.indexing import Indexer
 from hf_blend.evaluation.retrieving import Splitter
-
-WHOLE = Shard()
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +41,9 @@ def objects(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
-def index(folder, loaded, pieces, shard=WHOLE, progress=iter):
+def index(folder, loaded, pieces, progress=iter):
     with ChunkStore.open(folder, memory_bytes=0, durability="none") as store:
-        return Indexer(*loaded, store, pieces, shard).run(progress)
+        return Indexer(*loaded, store, pieces).run(progress)
 
 
 @pytest.fixture(scope="module")
@@ -54,17 +51,6 @@ def serial(tmp_path_factory, loaded, pieces):
     folder = tmp_path_factory.mktemp("serial")
     index(folder, loaded, pieces)
     return objects(folder)
-
-
-@pytest.mark.parametrize("count", [2, 3])
-def test_indexer_in_shards_gives_bytes_of_serial_run(count, tmp_path, loaded, pieces, serial):
-    numbers = [*reversed(range(count)), 0]
-    done = [index(tmp_path, loaded, pieces, Shard(number, count)) for number in numbers]
-    assert objects(tmp_path) == serial
-    assert sum(shard.stored for shard in done) == len(serial) > 10
-    assert all(shard.stored for shard in done[:-1])
-    assert done[-1].stored == 0
-    assert done[-1].present == done[-2].stored
 
 
 def test_indexer_that_was_stopped_continues_where_it_was(tmp_path, loaded, pieces, serial):
@@ -94,16 +80,6 @@ def test_indexer_knows_bytes_and_refuses_store_that_is_too_small(tmp_path, loade
         assert indexer.run().refused > 0
 
 
-def test_shard_is_launchers_or_refused(monkeypatch):
-    for text in ("2/2", "a/b", "1", "-1/2", "0/0"):
-        with pytest.raises(ConfigError, match="NUMBER/COUNT"):
-            Shard.find(text)
-    assert Shard.find() == Shard(0, 1)
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    assert Shard.find() == Shard(1, 3)
-
-
 @pytest.mark.usefixtures("small_smollm2")
 def test_index_command_estimates_stores_and_names_what_ask_then_loads(tmp_path, run):
     where = ("--store", tmp_path / "kv")
@@ -113,7 +89,7 @@ def test_index_command_estimates_stores_and_names_what_ask_then_loads(tmp_path, 
     assert "to compute, about" in err
     assert not (tmp_path / "kv").exists()
     figures = json.loads(run("index", *where, "--json")[1])
-    assert {"documents", "chunks", "tokens", "stored", "present", "refused", "evicted", "shard"} < figures.keys()
+    assert {"documents", "chunks", "tokens", "stored", "present", "refused", "evicted"} < figures.keys()
     _, out, _ = run("index", *where)
     assert out == f"0 chunks were computed and stored, {figures['stored']} were there before.\n"
     chunks = json.loads(run("ask", *where, "--json")[1])["chunks"]
@@ -131,50 +107,36 @@ def test_load_says_that_store_has_chunks_of_other_models_only(tmp_path, run, mod
     assert line not in run(*ask_other)[2]
 
 
-def launch(corpus, store, processes):
-    command = [sys.executable, "-P"]
-    if processes > 1:
-        command += ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(processes)]
-        command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--num_machines", "1"]
-        command += ["--main_process_port", "0"]
-    command += ["-m", "hf_blend.cli.main", "index", str(corpus), "--store", str(store), "--chunk-tokens", "16"]
+def launch(corpus, store):
+    command = [sys.executable, "-P", "-m", "hf_blend.cli.main", "index", corpus, "--store", store]
+    command += ["--chunk-tokens", "16"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 
-def worker(launcher, rank):
-    """The process of a rank below a launcher."""
-    for child in psutil.Process(launcher.pid).children(recursive=True):
-        try:
-            if child.environ().get("RANK") == rank and "index" in child.cmdline():
-                return child
-        except psutil.Error:
-            continue
-    return None
-
-
 @pytest.mark.slow
 def test_index_by_two_processes_of_which_one_is_killed_continues(tmp_path, texts):
-    corpus = tmp_path / "corpus.jsonl"
     mixed = [" ".join(some).replace("\n", "") for some in itertools.permutations(texts, 4)]
-    corpus.write_text("".join(json.dumps(text) + "\n" for text in mixed))
-    alone = launch(corpus, tmp_path / "serial", 1)
+    parts = {"all": mixed, "first": mixed[::2], "second": mixed[1::2]}
+    for name, documents in parts.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(text) + "\n" for text in documents))
+    alone = launch(tmp_path / "all.jsonl", tmp_path / "serial")
     assert alone.wait(300) == 0, alone.stderr.read()
     expected = objects(tmp_path / "serial")
 
     shared = tmp_path / "shared"
-    both = launch(corpus, shared, 2)
+    first = launch(tmp_path / "first.jsonl", shared)
+    second = launch(tmp_path / "second.jsonl", shared)
     for _ in range(3000):
-        if len(list(shared.rglob("*.safetensors"))) > 20 or both.poll() is not None:
+        if len(list(shared.rglob("*.safetensors"))) > 20 or second.poll() is not None:
             break
         time.sleep(0.02)
-    assert both.poll() is None, both.stderr.read()
-    victim = worker(both, "1")
-    assert victim is not None, "the second process ended too early"
-    victim.kill()
-    assert both.wait(300) != 0
+    assert second.poll() is None, second.stderr.read()
+    second.kill()
+    assert first.wait(300) == 0, first.stderr.read()
+    assert second.wait(300) != 0
     assert 20 < len(objects(shared)) < len(expected)
 
-    again = launch(corpus, shared, 2)
+    again = launch(tmp_path / "second.jsonl", shared)
     assert again.wait(300) == 0, again.stderr.read()
     assert objects(shared) == expected

@@ -181,7 +181,6 @@ def mistakes():
            "2040"], "do not fit into the model's 2048 positions"  # fmt: skip
     yield ["ask", "Who?", "notes", "--model", REFERENCE, "--store", "file"], "file"
     yield ["index", "binary.txt"], "it is not text"
-    yield ["index", "notes", "--shard", "4/4"], "NUMBER/COUNT"
     yield ["chat", "-"], "standard input brings the questions"
     yield ["tune", "--prompts", "empty.txt"], "has no line"
     yield ["demo", "--port", "PORT"], "cannot listen on 127.0.0.1"
