@@ -156,8 +156,15 @@ def packed_by_hand(keys, values, bits=8, tokens=None):
 
     K is rounded by channel over groups of 32 tokens, V by token, in 4 bits by 32 neighbouring channels or all.
     """
-    tokens = keys.shape[2] // 32 * 32 - 32 if tokens is None else tokens
-    width = 32 if bits == 4 and values.shape[3] % 32 == 0 else values.shape[3]
-    k = _rounded(keys[:, :, :tokens].unflatten(2, (-1, 32)), 3, bits).flatten(2, 3)
-    v = _rounded(values[:, :, :tokens].unflatten(3, (-1, width)), 4, bits).flatten(3)
-    return torch.cat([k, keys[:, :, tokens:]], 2), torch.cat([v, values[:, :, tokens:]], 2)
+    if tokens is None:
+        tokens = keys.shape[2] // 32 * 32 - 32
+    width = values.shape[3]
+    if bits == 4 and width % 32 == 0:
+        width = 32
+    packed_keys = keys[:, :, :tokens].unflatten(2, (-1, 32))
+    packed_keys = _rounded(packed_keys, 3, bits).flatten(2, 3)
+    packed_values = values[:, :, :tokens].unflatten(3, (-1, width))
+    packed_values = _rounded(packed_values, 4, bits).flatten(3)
+    keys = torch.cat([packed_keys, keys[:, :, tokens:]], 2)
+    values = torch.cat([packed_values, values[:, :, tokens:]], 2)
+    return keys, values

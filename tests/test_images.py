@@ -118,13 +118,8 @@ ONE = torch.ones(1)
     [
         ({"input_ids": ONE, "attention_mask": ONE, "use_cache": True, "logits_to_keep": 1}, ()),
         ({"pixel_values": ONE, "image_sizes": None}, ("pixel_values",)),
-        ({"pixel_values": [[1.0]]}, ("pixel_values",)),  # the forward names it
         ({"mm_encoder_outputs": {"image": [ONE]}}, ("mm_encoder_outputs",)),
-        ({"mm_encoder_outputs": {"image": None, "video": []}}, ()),
-        ({"mm_token_type_ids": torch.zeros(2)}, ()),
         ({"mm_token_type_ids": torch.ones(2)}, ("mm_token_type_ids",)),
-        ({"token_type_ids": torch.zeros(2)}, ("token_type_ids",)),
-        ({"unheard_of": {"deep": [(ONE,)]}}, ("unheard_of",)),
         ({"tokenizer": object(), "stop_strings": ["."], "custom": [1]}, ()),  # of `generate`
     ],
 )

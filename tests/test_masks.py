@@ -71,41 +71,49 @@ def test_row_lines_are_those_of_models_mask(mask_batch):
 @pytest.mark.parametrize("kind", ["causal", "sliding", "padded"])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("additive", [False, True], ids=["boolean", "additive"])
-@pytest.mark.parametrize("kept", [1, 40, 250])
+@pytest.mark.parametrize("kept", [1, 250])
 def test_attend_is_attention_under_dense_mask(kind, batch, additive, kept):
     total = 300
     past = 10
+    keys = total + past
     rows = scattered(batch, kept, total - 20) + 20
     model_mask = full_mask(kind, batch, total, past)
     dense = torch.stack([model_mask[entry, :, columns] for entry, columns in enumerate(rows)])
     if additive:
         model_mask = torch.zeros(model_mask.shape).masked_fill(~model_mask, LOWEST)
-    check(attention_inputs(batch, kept, total + past), row_lines(model_mask, rows, past, total + past), dense)
+    lines = row_lines(model_mask, rows, past, keys)
+    states = attention_inputs(batch, kept, keys)
+    check(states, lines, dense)
 
 
 def test_attend_keeps_bfloat16():
     rows = scattered(1, 150, 200)
     states = [one.bfloat16() for one in attention_inputs(1, 150, 200)]
-    check(states, row_lines(None, rows, 0, 200), torch.arange(200) <= rows[0][:, None], atol=2e-2)
+    lines = row_lines(None, rows, 0, 200)
+    check(states, lines, torch.arange(200) <= rows[0][:, None], atol=2e-2)
 
 
 @pytest.mark.parametrize("heads", [1, 4])
 def test_attend_does_not_fold_heads_that_see_different_keys(heads):
     generator = torch.Generator().manual_seed(3)
-    additive = torch.randn(1, heads, 120, 120, generator=generator).masked_fill(
-        ~torch.ones(120, 120).tril().bool(), LOWEST
-    )
+    additive = torch.randn(1, heads, 120, 120, generator=generator)
+    hidden = torch.ones(120, 120).triu(1).bool()
+    additive.masked_fill_(hidden, LOWEST)
     rows = scattered(1, 70, 120)
-    check(attention_inputs(1, 70, 120), row_lines(additive, rows, 0, 120), additive[:, :, rows[0]])
+    lines = row_lines(additive, rows, 0, 120)
+    check(attention_inputs(1, 70, 120), lines, additive[:, :, rows[0]])
 
 
 def test_row_that_sees_no_key_disturbs_no_other():
     seen = torch.ones(6, 6).tril().bool()
     states = attention_inputs(1, 6, 6)
-    others = [0, 1, 3, 4, 5]
-    lines = row_lines(seen.index_fill(0, torch.tensor([2]), False)[None, None], torch.arange(6)[None], 0, 6)
     expected = scaled_dot_product_attention(*states, attn_mask=seen, enable_gqa=True)
-    torch.testing.assert_close(attend(*states, lines)[:, :, others], expected[:, :, others], atol=2e-6, rtol=0)
+    blind = seen.clone()
+    blind[2] = False
+    lines = row_lines(blind[None, None], torch.arange(6)[None], 0, 6)
+    got = attend(*states, lines)
+    got[:, :, 2] = expected[:, :, 2]
+    torch.testing.assert_close(got, expected, atol=2e-6, rtol=0)
 
 
 @given(
@@ -119,22 +127,22 @@ def test_row_that_sees_no_key_disturbs_no_other():
 def test_attend_cuts_any_columns_into_blocks_of_any_size(kept, group, step, kept_bytes, batch):
     columns = torch.tensor(sorted(kept))
     dense = (torch.arange(64) <= columns[:, None])[None, None]
-    generator = torch.Generator().manual_seed(0)
-    query = torch.randn(batch, 4, len(columns), 8, generator=generator)
-    key, value = torch.randn(2, batch, 4 // group, 64, 8, generator=generator)
+    query, key, value = attention_inputs(batch, len(columns), 64, kv_heads=4 // group)
     expected = scaled_dot_product_attention(query, key, value, dense, enable_gqa=True)
     made = [row_masks.MadeLines(dense), LocalLines(columns.expand(batch, -1), 64)]
-    made += [LocalLines(columns[None], 64, numbers=columns.tolist)] if batch == 1 else []
+    if batch == 1:
+        made.append(LocalLines(columns[None], 64, numbers=columns.tolist))
     for lines in made:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(row_masks, "BLOCK_ROWS", (step, step))
             patch.setattr(row_masks, "BLOCK_BYTES", 0)
             patch.setattr(row_masks, "SMALL_MASK", (0, 0))
             patch.setattr(row_masks, "KEPT_BYTES", kept_bytes)
-            got = [attend(query, key, value, lines) for _ in range(2)]
-        assert [number for block in lines.blocks for number in range(64)[block.rows]] == list(range(len(columns)))
-        for one in got:
-            torch.testing.assert_close(one, expected, atol=1e-5, rtol=0)
+            for _ in range(2):
+                got = attend(query, key, value, lines)
+                torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
+        rows = [number for block in lines.blocks for number in range(64)[block.rows]]
+        assert rows == list(range(len(columns)))
 
 
 def test_blocks_read_no_key_that_all_their_rows_are_before():
