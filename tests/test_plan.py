@@ -30,13 +30,10 @@ def planner(shared_model):
     return make
 
 
-def plan(planner, *rows, known=(None, None), at_beginning=True):
-    width = max(map(len, rows))
-    made = [
-        PromptRow(row, len(row), width - len(row), spans=spans, is_first=at_beginning)
-        for row, spans in zip(rows, known, strict=False)
-    ]
-    return planner.plan(made, width)
+def plan(planner, ids, known=(None,), at_beginning=True):
+    (spans,) = known
+    row = PromptRow(ids, len(ids), 0, spans=spans, is_first=at_beginning)
+    return planner.plan([row], len(ids))
 
 
 def slots(made):
@@ -47,13 +44,13 @@ def test_prefix_is_entry_of_its_own_once_it_was_computed(planner):
     one = planner(A)
     prefix = (*BOS, 5, 6)
     row = (*prefix, *A, *Q)
-    assert slots(plan(one, row)) == [(0, 3, A, False)]
-    assert slots(plan(one, row, known=[[Span.whole(3, A)]])) == [(0, 0, prefix, True), (0, 3, A, False)]
-    assert slots(plan(one, row)) == [(0, 0, prefix, True), (0, 3, A, False)]
-    assert slots(plan(planner(A, B), (*BOS, 5, *A, *B))) == [(0, 2, A, False)]
+    chunk = (0, 3, A, False)
+    both = [(0, 0, prefix, True), chunk]
+    assert slots(plan(one, row)) == [chunk]
+    assert slots(plan(one, row, known=[[Span.whole(3, A)]])) == both
+    assert slots(plan(one, row)) == both
     made = plan(planner(A, B), (*A, *B, *Q), at_beginning=False)
     assert slots(made) == [(0, 0, A, False), (0, 7, B, False)]
-    assert plan(planner(A, sink=()), (*A, *Q), at_beginning=False).exact.sum() == 0
 
 
 def test_chunks_and_what_prompt_begins_with_are_those_of_stores_namespace(planner):
@@ -61,9 +58,8 @@ def test_chunks_and_what_prompt_begins_with_are_those_of_stores_namespace(planne
     assert slots(made) == [(0, 2, A, False)]
     assert made.chunks[0].chunk.key.namespace == "theirs"
     one = planner(namespace="theirs")
-    for known in ([Span.whole(0, A)], [Span.whole(3, B)]):
-        row = (*A, *Q) if known[0].start == 0 else (*BOS, 5, 6, *B, *Q)
-        made = plan(one, row, known=[known])
+    for start, chunk, row in ((0, A, (*A, *Q)), (3, B, (*BOS, 5, 6, *B, *Q))):
+        made = plan(one, row, known=[[Span.whole(start, chunk)]])
         assert made.chunks[0].exact
         assert {placed.chunk.key.namespace for placed in made.chunks} == {"theirs"}
 
@@ -72,9 +68,8 @@ def test_parse_counts_what_came_of_prompt_and_not_what_was_held_before_it(shared
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 0, 1, 1, 1, 1]])  # 4 held, 3 of the prompt, 2 new
     arguments = {"input_ids": torch.tensor([[8, 9], [8, 9]]), "attention_mask": mask, "logits_to_keep": 1}
     request = Request.parse(arguments, shared_model(), 7, PendingPrompt(cached=4))
-    assert request.rows == [[8, 9]] * 2
+    assert request.rows == [[8, 9], [8, 9]]
     assert request.before == [3, 2]
-    assert request.starts == [0, 0]
 
 
 LONG = tuple(range(20, 60))
@@ -89,8 +84,8 @@ def test_chunk_whose_edges_differ_is_reused_inside_and_never_exact(planner):
     made = plan(one, (*BOS, 7, 8, *LONG[1:-2], *Q))
     assert parts(made) == [(3, 1, 37, False)]
     assert made.found["seam_tokens"] == 3
-    assert parts(plan(one, (*BOS, 7, *LONG[1:], *Q))) == [(2, 1, 39, False)], "its first token is another here"
-    assert parts(plan(one, (*BOS, *LONG[1:], *Q)))[1:] == [(1, 1, 39, False)], "its first token is not there"
+    made = plan(one, (*BOS, 7, *LONG[1:], *Q))
+    assert parts(made) == [(2, 1, 39, False)], "its first token is another here"
 
 
 def test_beginning_of_chunk_right_behind_its_sink_is_exact_whatever_follows(planner):
@@ -99,7 +94,8 @@ def test_beginning_of_chunk_right_behind_its_sink_is_exact_whatever_follows(plan
 
 
 def test_places_inside_chunk_are_counted_from_its_stored_beginning(planner):
-    chunk, place, length = plan(planner(LONG), (*BOS, 7, *LONG[2:], *Q)).token_table()[:3, 0, 2:40]
+    made = plan(planner(LONG), (*BOS, 7, *LONG[2:], *Q))
+    chunk, place, length = made.token_table()[:3, 0, 2:40]
     assert chunk.unique().tolist() == [0]
     assert length.unique().tolist() == [40]
     assert place.tolist() == list(range(2, 40))
@@ -108,24 +104,26 @@ def test_places_inside_chunk_are_counted_from_its_stored_beginning(planner):
 def test_known_chunks_come_first_and_others_are_searched_where_asked(planner):
     one = planner(A, LONG)
     row = (*BOS, 5, *A, *LONG, *Q)
-    known = [[Span(3, A, 1, 6)]]
-    searched = one.plan([PromptRow(row, len(row), 0, spans=known[0], prefix=0, is_searched=True)], len(row))
-    assert parts(searched) == [(3, 1, 6, False), (9, 0, 40, False)]
-    assert parts(plan(one, row, known=known)) == [(0, 0, 3, True), (3, 1, 6, False)], "what is before it is an entry"
+    spans = [Span(3, A, 1, 6)]
+    searched = PromptRow(row, len(row), 0, spans=spans, prefix=0, is_searched=True)
+    assert parts(one.plan([searched], len(row))) == [(3, 1, 6, False), (9, 0, 40, False)]
+    made = plan(one, row, known=[spans])
+    assert parts(made) == [(0, 0, 3, True), (3, 1, 6, False)], "what is before it is an entry"
 
 
 def test_chunk_that_padding_divides_is_computed_and_one_behind_it_is_reused(planner):
     row = (*BOS, 5, *A, *B, *Q)
-    columns = (*range(5), *range(7, len(row) + 2))
     width = len(row) + 2
-    made = planner(A, B).plan([PromptRow(row, len(row), 0, columns=columns)], width)
+    divided = PromptRow(row, len(row), 0, columns=(*range(5), *range(7, width)))
+    made = planner(A, B).plan([divided], width)
     assert slots(made) == [(0, 11, B, False)]
 
 
 def test_drop_makes_tokens_of_chunk_fresh_whatever_else_is_computed(planner):
     made = plan(planner(A, B), (*BOS, 5, *A, *B, *Q))
     made.drop(made.chunks[0])
-    assert made.fresh(with_reusable=False).tolist() == [[True] * 9 + [False] * 5 + [True] * 3]
+    (fresh,) = made.fresh(with_reusable=False)
+    assert [column for column, is_fresh in enumerate(fresh) if not is_fresh] == [9, 10, 11, 12, 13]
 
 
 def test_probe_computes_none_of_draft_behind_prompt(planner):

@@ -47,12 +47,8 @@ FAMILIES = {
     "qwen3_next": {},  # a mixer
     "phi3": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 58},  # frequencies by the last position
     "ministral3": {"rope_parameters": SCALED},  # a scale by positions
-    "gptj": {},  # tables of its layers' own
     "deepseek_v32": {},  # an indexer
-    "cohere": {},
-    "mistral": {},
     "lfm2": {},
-    "falcon_h1": {},
 }
 # where they are, and how many tokens of the two chunks are reused
 PLACES = {
@@ -60,14 +56,10 @@ PLACES = {
     "far": (moved((0, 100)), 46),
     "a gap before the first chunk": (moved((1, 7)), 46),
     "a gap inside the first chunk": (moved((11, 5)), 22),
-    "a gap before the second chunk": (moved((SECOND, 9)), 46),
     "a gap inside the second chunk": (moved((SECOND + 8, 3)), 24),
-    "a gap before the question": (moved((SECOND + len(B), 30)), 46),
     "a step back inside": (moved((11, -4)), 22),
     "a stride": (moved() * 2, 0),
     "shuffled": (moved()[torch.randperm(WIDTH, generator=torch.Generator().manual_seed(0))], 0),
-    "all zero": (moved() * 0, 0),
-    "halves": (moved() / 2, 0),
 }
 MECHANISMS = ("gpt_neox", "deepseek_v3", "qwen3_next", "llama4_text")
 FAST = [*((family, "a gap before the first chunk") for family in MECHANISMS), *(("llama", place) for place in PLACES)]
@@ -80,39 +72,47 @@ def model_of(family):
 
 
 @torch.no_grad()
-def stock_prefill(model, positions, ids=IDS, keep=5, cache=None, **more):
+def stock_prefill(model, positions, ids=IDS, **more):
     """Last logits of the model alone, and its cache, which forgets nothing."""
-    cache = DynamicCache(config=model.config) if cache is None else cache
+    cache = DynamicCache(config=model.config)
     cache.activate_past_recording()
-    given = {"position_ids": positions, "past_key_values": cache, "use_cache": True, "logits_to_keep": keep}
+    given = {"position_ids": positions, "past_key_values": cache, "use_cache": True, "logits_to_keep": 5}
     return model(ids, **given, **more).logits, cache
 
 
 @torch.no_grad()
-def blended(model, store, positions, ratio, *requests, keep=5, **more):
+def blended(model, store, positions, ratio, *requests):
     """Last logits of a blended prefill at some positions, and the cache."""
-    cache, inputs = prepared(model, *(requests or (REQUEST,)), store=store, recompute_ratio=ratio, **more)
+    cache, inputs = prepared(model, *requests, store=store, recompute_ratio=ratio)
     cache.activate_past_recording()
-    return model(**inputs, position_ids=positions, past_key_values=cache, logits_to_keep=keep).logits, cache
+    return model(**inputs, position_ids=positions, past_key_values=cache, logits_to_keep=5).logits, cache
 
 
-def first_layer(cache, past=0):
+def first_layer(cache):
     """K and V of layer 0, where it keeps any; they follow from each token and its position alone."""
-    states = getattr(cache.layers[0], "keys", None), getattr(cache.layers[0], "values", None)
-    return [part[:, :, past:] for part in states if part is not None and part.dim() == 4]
+    layer = cache.layers[0]
+    if getattr(layer, "keys", None) is None:
+        return []
+    return [part for part in (layer.keys, layer.values) if part.dim() == 4]
+
+
+def check_first_layer(cache, true):
+    for got, known in zip(first_layer(cache), first_layer(true), strict=True):
+        count = min(got.shape[2], known.shape[2])
+        assert apart(got[:, :, -count:], known[:, :, -count:]) <= TOLERANCE
 
 
 @sweep
 def test_position_ids_are_those_of_stock_at_every_ratio(family, place):
     """At ratio 1 all is; at the others every key is at the caller's position, and chunks with a gap are computed."""
-    model, store, (positions, reused) = model_of(family), memory(), PLACES[place]
+    model = model_of(family)
+    store = memory()
+    positions, reused = PLACES[place]
     expected, true = stock_prefill(model, positions[None])
     for ratio in RATIOS:
-        logits, cache = blended(model, store, positions[None], ratio)
+        logits, cache = blended(model, store, positions[None], ratio, REQUEST)
         report = cache.report
-        for got, known in zip(first_layer(cache), first_layer(true), strict=True):
-            count = min(got.shape[2], known.shape[2])
-            assert apart(got[:, :, -count:], known[:, :, -count:]) <= TOLERANCE, ratio
+        check_first_layer(cache, true)
         of_chunks = report.exact_tokens + report.reusable_tokens
         assert of_chunks - reused in (0, 1), "with BOS, or without"
         if ratio == 1.0 or not reused or place == "a gap inside the second chunk":
@@ -125,11 +125,16 @@ def test_position_ids_are_those_of_stock_at_every_ratio(family, place):
 def padded(*rows):
     """Ids, mask and positions of rows `(ids, positions)`, padded on the left; padding is at position 1."""
     width = max(len(ids) for ids, _ in rows)
-    empty = [width - len(ids) for ids, _ in rows]
-    ids = torch.tensor([[0] * pad + ids for pad, (ids, _) in zip(empty, rows, strict=True)])
-    mask = torch.tensor([[0] * pad + [1] * (width - pad) for pad in empty])
-    positions = [torch.cat((torch.ones(pad).long(), own)) for pad, (_, own) in zip(empty, rows, strict=True)]
-    return ids, mask, torch.stack(positions)
+    shape = (len(rows), width)
+    padded_ids = torch.zeros(shape, dtype=torch.long)
+    mask = torch.zeros(shape, dtype=torch.long)
+    padded_positions = torch.ones(shape, dtype=torch.long)
+    for row, (ids, positions) in enumerate(rows):
+        start = width - len(ids)
+        padded_ids[row, start:] = torch.tensor(ids)
+        mask[row, start:] = 1
+        padded_positions[row, start:] = positions
+    return padded_ids, mask, padded_positions
 
 
 OTHER = {"prefix": [1], "chunks": [B], "question": Q}
@@ -146,22 +151,24 @@ def test_position_ids_of_padded_batch_are_those_of_stock(family, place):
     model = model_of(family)
     store = memory()
     count = len(OTHER_IDS)
-    positions = torch.arange(count) * 3 if place == "shuffled" else torch.arange(count) + 40
-    ids, mask, given = padded((IDS[0].tolist(), PLACES[place or "consecutive"][0]), (OTHER_IDS, positions))
-    given = None if place is None else given
+    positions, _ = PLACES[place or "consecutive"]
+    ids, mask, given = padded((IDS[0].tolist(), positions), (OTHER_IDS, torch.arange(count) * 3))
+    if place is None:
+        given = None
     expected, true = stock_prefill(model, given, ids, attention_mask=mask)
     for ratio in RATIOS:
         logits, cache = blended(model, store, given, ratio, REQUEST, OTHER)
         for got, known in zip(first_layer(cache), first_layer(true), strict=True):
             real = mask[:, -known.shape[2] :].bool()
-            pair = (states.transpose(1, 2)[:, -known.shape[2] :][real] for states in (got, known))
-            assert apart(*pair) <= TOLERANCE
+            got = got[:, :, -known.shape[2] :].transpose(1, 2)
+            known = known.transpose(1, 2)
+            assert apart(got[real], known[real]) <= TOLERANCE
         if ratio == 1.0 or place == "shuffled":
             assert apart(logits, expected) <= TOLERANCE
 
 
 CUTS = (9, SECOND, SECOND + 9)
-CUT_PLACES = ("a gap before the first chunk", "far", "here", "a stride", "before")
+CUT_PLACES = ("a gap before the first chunk", "here", "a stride", "before")
 CUT_FAST = [("llama", 9, place) for place in CUT_PLACES] + [("llama", SECOND, "a gap before the first chunk"),
             ("llama", SECOND + 9, "here"), ("gemma3_text", 9, "before")]  # fmt: skip
 CUT_ALL = [*itertools.product(("llama", "gemma3_text", "qwen3_next"), CUTS, CUT_PLACES)]
@@ -172,8 +179,12 @@ CUT_ALL = [*itertools.product(("llama", "gemma3_text", "qwen3_next"), CUTS, CUT_
 def test_position_ids_of_prompt_in_parts_are_those_of_stock(family, cut, place):
     """A gap may be where one part ends; what the first part was at is remembered."""
     model = model_of(family)
-    positions = {"here": moved((cut, 6)), "before": moved((0, 11), (cut, -11))}.get(place)
-    positions = PLACES[place][0] if positions is None else positions
+    if place == "here":
+        positions = moved((cut, 6))
+    elif place == "before":
+        positions = moved((0, 11), (cut, -11))
+    else:
+        positions, _ = PLACES[place]
     parts = (slice(0, cut), slice(cut, None))
     for ratio in (0.15, 1.0):
         cache, _ = prepared(model, REQUEST, recompute_ratio=ratio)
@@ -186,6 +197,4 @@ def test_position_ids_of_prompt_in_parts_are_those_of_stock(family, cut, place):
             got = model(IDS[:, part], past_key_values=cache, **given).logits
             if ratio == 1.0:
                 assert apart(got, expected) <= TOLERANCE
-        for got, known in zip(first_layer(cache), first_layer(true), strict=True):
-            count = min(got.shape[2], known.shape[2])
-            assert apart(got[:, :, -count:], known[:, :, -count:]) <= TOLERANCE
+        check_first_layer(cache, true)

@@ -39,14 +39,14 @@ def sets(rows):
     return [columns[~filler].tolist() for columns, filler in zip(rows.columns, fillers(rows), strict=True)]
 
 
-def wanted_sets(grid):
+def expected_sets(grid):
     return [row.nonzero().flatten().tolist() for row in grid]
 
 
 @given(grids())
 def test_rows_hold_wanted_places_sorted_and_each_once(grid):
     rows, index = Rows.of(grid)
-    assert sets(rows) == wanted_sets(grid)
+    assert sets(rows) == expected_sets(grid)
     assert torch.equal(index, rows.columns)
     assert rows.columns.shape[1] == grid.sum(1).max()
 
@@ -59,7 +59,7 @@ def test_keeping_some_rows_twice_is_keeping_what_both_want(data):
     second |= first & ~second.any(1, keepdim=True)
     rows, _ = Rows.of(first)
     kept, index = rows.keep(rows.take(second))
-    assert sets(kept) == wanted_sets(second)
+    assert sets(kept) == expected_sets(second)
     assert torch.equal(rows.columns.gather(1, index), kept.columns)
 
 
@@ -74,45 +74,55 @@ def test_states_taken_and_written_back_change_nothing_and_touch_no_other_column(
     targets = [torch.full_like(states, 7.0) for _ in pair]
     rows.write_states(targets, taken)
     for one, kept, target in zip(pair, taken, targets, strict=True):
-        assert torch.equal(kept, torch.stack([one[row][:, columns] for row, columns in enumerate(rows.columns)]))
-        assert torch.equal(target, torch.where(written, one, torch.tensor(7.0)))
+        for row, columns in enumerate(rows.columns):
+            assert torch.equal(kept[row], one[row][:, columns])
+        assert torch.equal(target, one.where(written, 7.0))
 
 
 def test_rows_of_layers_own_table_are_not_taken_for_those_of_other_layers(shared_model):
-    table = tuple(torch.arange(24.0).view(1, 12, 2) + part for part in (0, 100))
-    given = (torch.zeros(1, 12, 64),), {"position_embeddings": table}
-    calls = [LayerCall.bind(layer, *given) for layer in decoder_layers(shared_model())[:2]]
-    kinds = [IndexedKind(), LayerKind()]
+    cos = torch.arange(24.0).view(1, 12, 2)
+    sin = cos + 100
+    given = (torch.zeros(1, 12, 64),), {"position_embeddings": (cos, sin)}
+    own, other = (LayerCall.bind(layer, *given) for layer in decoder_layers(shared_model())[:2])
+    kind = IndexedKind()
+    kind._table = (cos, sin)
     prefill = SimpleNamespace(width=12)
-    kinds[0]._table = table
     rows = Rows.at([[2, 5, 7, 11]], torch.device("cpu"))
     fewer, _ = rows.last(2)
     cuts = RowArguments(SimpleNamespace(_attn_implementation="sdpa"), [BlendLayer()], 0, 12)
-    for call, kind in zip(calls, kinds, strict=True):
+    for call, its_kind in ((own, kind), (other, LayerKind())):
         for kept in (rows, fewer):
             cuts.cut(0, call, kept, None, True, {12: kept.columns})
-            kind.take_rows(prefill, call, kept)
-    assert [part.shape[1] for call in calls for part in call.arguments["position_embeddings"]] == [14, 14, 2, 2]
-    assert torch.equal(calls[1].arguments["position_embeddings"][1], table[1][:, [7, 11]])
+            its_kind.take_rows(prefill, call, kept)
+    for part in own.arguments["position_embeddings"]:
+        assert part.shape[1] == 14
+    found_cos, found_sin = other.arguments["position_embeddings"]
+    assert torch.equal(found_cos, cos[:, [7, 11]])
+    assert torch.equal(found_sin, sin[:, [7, 11]])
 
 
 def test_cut_takes_rows_of_all_tokens_where_there_are_as_many_heads_as_rows_that_ran(shared_model):
     by_head = torch.randn(2, 3, 12, 4)
     columns = [[1, 7], [5, 9]]
     given = {"position_embeddings": (by_head,), "attention_mask": None}
-    call = LayerCall.bind(decoder_layers(shared_model())[0], (torch.zeros(2, 12, 64),), given)
+    layer = decoder_layers(shared_model())[0]
+    call = LayerCall.bind(layer, (torch.zeros(2, 12, 64),), given)
     rows = Rows.at(columns, torch.device("cpu"))
     ran = torch.tensor([[0, 2], [1, 2]])
     cuts = RowArguments(SimpleNamespace(_attn_implementation="sdpa"), [BlendLayer()], 0, 12)
     cuts.cut(0, call, rows, None, True, {12: rows.columns, 3: ran})
-    expected = torch.stack([by_head[row][:, kept] for row, kept in enumerate(columns)])
-    assert torch.equal(call.arguments["position_embeddings"][0], expected)
+    (found,) = call.arguments["position_embeddings"]
+    for row, kept in enumerate(columns):
+        assert torch.equal(found[row], by_head[row][:, kept])
 
 
 def test_cut_counts_keys_of_window_from_first_that_layer_still_holds(shared_model):
-    call = LayerCall.bind(decoder_layers(shared_model())[0], (torch.zeros(1, 12, 64),), {"attention_mask": None})
-    cuts = RowArguments(SimpleNamespace(_attn_implementation="flash_attention_2"), [BlendSlidingLayer(8)], 20, 12, {0})
-    cuts.cut(0, call, Rows.at([[2, 5, 7, 11]], torch.device("cpu")), None, True, {})
+    layer = decoder_layers(shared_model())[0]
+    call = LayerCall.bind(layer, (torch.zeros(1, 12, 64),), {"attention_mask": None})
+    config = SimpleNamespace(_attn_implementation="flash_attention_2")
+    cuts = RowArguments(config, [BlendSlidingLayer(8)], 20, 12, {0})
+    rows = Rows.at([[2, 5, 7, 11]], torch.device("cpu"))
+    cuts.cut(0, call, rows, None, True, {})
     columns = torch.tensor([[22], [25], [27], [31]])
     keys = torch.arange(13, 32)
     visible = (keys <= columns) & (keys > columns - 8)
@@ -134,7 +144,8 @@ def choices(draw):
 def test_highest_are_those_of_plain_sort_with_earlier_first(choice):
     scores, eligible, counts = choice
     marked = highest(scores, eligible, counts)
-    for row, places in enumerate(eligible):
-        value = [-math.inf if math.isnan(score) else score for score in scores[row].tolist()]
-        order = sorted(places.nonzero().flatten().tolist(), key=lambda place: (-value[place], place))
-        assert wanted_sets(marked)[row] == sorted(order[: counts[row]])
+    values = scores.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf).tolist()
+    found = expected_sets(marked)
+    for row, places in enumerate(expected_sets(eligible)):
+        places.sort(key=values[row].__getitem__, reverse=True)  # equal ones stay in order
+        assert found[row] == sorted(places[: counts[row]])

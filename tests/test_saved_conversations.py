@@ -15,25 +15,27 @@ from tests.asking import generated, memory, prompt
 from tests.conftest import random_pieces, shared_zoo_model, skip_in_the_oldest, slow_but
 from tests.forging import forged, taken_apart
 
-KINDS = {
-    "llama": {}, "gemma3_text": {}, "qwen3_next": {}, "falcon_h1": {}, "minimax": {}, "lfm2": {}, "deepseek_v3": {},
-    "deepseek_v32": {}, "jamba": {}, "gemma3n_text": {},
-}  # fmt: skip
-CASES = [(kind, bits) for kind in KINDS for bits in (None, 8)]
-FAST = [("llama", 8), ("gemma3_text", None), ("qwen3_next", 8), ("falcon_h1", None), ("minimax", None)]
+CASES = [
+    ("llama", 8), ("gemma3_text", None), ("qwen3_next", 8), ("falcon_h1", None), ("minimax", None),
+    ("deepseek_v32", 8), ("jamba", None), ("lfm2", None),
+]  # fmt: skip
 REUSED = {"recompute_ratio": 0.0, "selector": "none", "allow_unverified": True}
 
 
 def held(kind="llama", **settings):
     """A cache behind a blended prompt and an answer, and all ids."""
-    model = shared_zoo_model(kind, **KINDS[kind])
+    model = shared_zoo_model(kind)
     cache = BlendCache(model, memory(), **REUSED | settings)
     return cache, generated(model, cache.inputs(None, **random_pieces((40, 40))), cache)
 
 
 def states(cache):
-    return {(index, name): tensor for index, layer in enumerate(cache.layers) if hasattr(layer, "state")
-            for name, tensor in layer.state().items()}  # fmt: skip
+    found = {}
+    for index, layer in enumerate(cache.layers):
+        if hasattr(layer, "state"):
+            for name, tensor in layer.state().items():
+                found[index, name] = tensor
+    return found
 
 
 def next_turn(cache, output):
@@ -41,14 +43,11 @@ def next_turn(cache, output):
     return generated(cache.model, cache.inputs(None, chunks=[], question=[5, 6, 7], history=output), cache)
 
 
-@pytest.mark.parametrize(("kind", "bits"), slow_but(*FAST, ("deepseek_v32", 8), among=CASES))
+@pytest.mark.parametrize(("kind", "bits"), slow_but(*CASES[:6], among=CASES))
 def test_loaded_cache_continues_as_saved_one(kind, bits, tmp_path, untouched):
     if kind == "deepseek_v32":
         skip_in_the_oldest("models with an indexer turn their keys in a way that is refused")
-    try:
-        cache, output = held(kind, kv_bits=bits)
-    except ConfigError as error:
-        pytest.skip(str(error))
+    cache, output = held(kind, kv_bits=bits)
     model = cache.model
     with untouched(model):
         size = cache.save(tmp_path / "chat")
@@ -73,12 +72,14 @@ def test_past_that_was_recorded_for_assisted_decoding_is_not_saved(kind, tmp_pat
     cache = BlendCache(model, memory(), recompute_ratio=1.0, allow_unverified=True)
     output = generated(model, cache.inputs(None, **random_pieces((40, 40))), cache)
     cache.activate_past_recording()
+    drafted = prompt(9)
     with torch.no_grad():
-        model(torch.cat([output[:, -1:], prompt(9)], 1), past_key_values=cache)
-    output = torch.cat([output, prompt(9), prompt(1)], 1)
+        model(torch.cat([output[:, -1:], drafted], 1), past_key_values=cache)
+    output = torch.cat([output, drafted, prompt(1)], 1)
     cache.save(tmp_path / "chat")
     again = BlendCache.load(model, memory(), tmp_path / "chat", **REUSED)
-    expected = generated(model, {"input_ids": torch.cat([output, torch.tensor([[5, 6, 7]])], 1)})
+    whole = torch.cat([output, torch.tensor([[5, 6, 7]])], 1)
+    expected = generated(model, {"input_ids": whole})
     assert torch.equal(next_turn(again, output), expected)
 
 
@@ -87,18 +88,12 @@ def test_loaded_cache_heals_to_full_prefill_and_is_stock_then(tmp_path):
     cache.heal(20)
     cache.save(tmp_path / "chat")
     again = BlendCache.load(cache.model, memory(), tmp_path / "chat", **REUSED)
+    assert again.state.tokens.rows() == output[:, :-1].tolist()
     assert again.heal(0) == cache.heal(0)
     assert again.heal() == 0, "the ids of the answer are in the file"
-    expected = generated(cache.model, {"input_ids": torch.cat([output, torch.tensor([[5, 6, 7]])], 1)})
+    whole = torch.cat([output, torch.tensor([[5, 6, 7]])], 1)
+    expected = generated(cache.model, {"input_ids": whole})
     assert torch.equal(next_turn(again, output), expected)
-
-
-def test_saved_cache_knows_ids_of_its_answer(tmp_path):
-    cache, output = held()
-    cache.save(tmp_path / "chat")
-    again = BlendCache.load(cache.model, memory(), tmp_path / "chat", **REUSED)
-    assert again.get_seq_length() == output.shape[1] - 1
-    assert again.state.tokens.rows() == cache.state.tokens.rows() == output[:, :-1].tolist()
 
 
 def test_empty_cache_is_saved_and_loaded(tmp_path):

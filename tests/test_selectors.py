@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every selector promises, checked on every selector that is found; then what each of them is for."""
 
-import math
 from dataclasses import replace
 from typing import ClassVar
 
@@ -10,13 +9,14 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_blend import BlendCache, ChunkStore, plugins
+from hf_blend import plugins
 from hf_blend.errors import ConfigError
 from hf_blend.prefill.observing import AttentionObserver
 from hf_blend.prefill.rows import highest
 from hf_blend.selectors import expected_error
 from hf_blend.selectors.attention import Attention
 from hf_blend.selectors.base import Selector, TokenView
+from tests.asking import prefilled
 
 SELECTORS = plugins.describe("selectors")
 CHUNKS = (7, 12, 5)
@@ -30,34 +30,37 @@ def selector(name, seed=0, **options):
     return plugins.load("selectors", name)(options, seed)
 
 
-def view(seeds=(0,), pad=0):
+def view(seed=0, pad=0):
     """What a selector sees at the check layer: three chunks and a question, `pad` columns from the left."""
-    spans = [(number, place, length) for number, length in enumerate(CHUNKS) for place in range(length)]
-    spans += [(-1, -1, -1)] * QUESTION
-    number, offset, length = (torch.tensor(part).expand(len(seeds), -1) for part in zip(*spans, strict=True))
-    states = [_states(seed, len(spans)) for seed in seeds]
-    fresh, stored = (
-        [tuple(torch.stack([one[kind][layer][part] for one in states]) for part in (0, 1)) for layer in range(LAYERS)]
-        for kind in ("fresh", "stored")
-    )
-    columns = torch.arange(pad, pad + len(spans)).expand(len(seeds), -1)
-    attention = _attention(seeds, columns, pad)
+    number = []
+    offset = []
+    length = []
+    for chunk, tokens in enumerate(CHUNKS):
+        number += [chunk] * tokens
+        offset += range(tokens)
+        length += [tokens] * tokens
+    tokens = len(number) + QUESTION
+    table = torch.full((3, 1, tokens), -1)
+    table[:, 0, :-QUESTION] = torch.tensor([number, offset, length])
+    generator = torch.Generator().manual_seed(seed)
+    fresh = torch.randn(2, 1, 2, tokens, 6, generator=generator)  # K and V
+    stored = torch.randn(2, 1, 2, tokens, 6, generator=generator)
+    columns = torch.arange(pad, pad + tokens)[None]
+    attention = _attention(seed, columns, pad)
     return TokenView(
-        CHECK, columns, number >= 0, number, offset, length,
-        lambda part: (fresh[CHECK][part], stored[CHECK][part]),
+        CHECK, columns, table[0] >= 0, *table, lambda part: (fresh[part], stored[part]),
         lambda *given, **rows: _probe(attention, *given, **rows), LAYERS,
     )  # fmt: skip
 
 
-def _attention(seeds, columns, pad):
+def _attention(seed, columns, pad):
     """Random queries, keys and values of every column, those of the padding among the keys hidden."""
-    drawn = []
-    for seed in seeds:
-        generator = torch.Generator().manual_seed(1000 + seed)
-        drawn.append([torch.randn(heads, columns.shape[1], 6, generator=generator) for heads in (4, 2, 2)])
-    queries, keys, values = (torch.stack(part) for part in zip(*drawn, strict=True))
-    keys, values = (torch.nn.functional.pad(part, (0, 0, pad, 0)) for part in (keys, values))
-    places = torch.arange(keys.shape[2])
+    generator = torch.Generator().manual_seed(1000 + seed)
+    tokens = columns.shape[1]
+    queries = torch.randn(1, 4, tokens, 6, generator=generator)
+    keys = torch.randn(1, 2, pad + tokens, 6, generator=generator)
+    values = torch.randn(1, 2, pad + tokens, 6, generator=generator)
+    places = torch.arange(pad + tokens)
     mask = (places <= columns[..., None]) & (places >= pad)
     return Attention(queries, keys, values, columns, 0, mask[:, None], 6**-0.5)
 
@@ -73,15 +76,6 @@ def _probe(attention, hear, layers, rows=QUESTION):
         hear(layer, part, part.weights())
 
 
-def _states(seed, tokens):
-    generator = torch.Generator().manual_seed(seed)
-    kinds = ("fresh", "stored")
-    return {
-        kind: [tuple(torch.randn(2, tokens, 6, generator=generator) for _ in "kv") for _ in range(LAYERS)]
-        for kind in kinds
-    }
-
-
 def chosen(one, seen, ratio):
     counts = torch.tensor([one.count(ratio, int(tokens)) for tokens in seen.reusable.sum(1)])
     return highest(one.score(seen), seen.reusable, counts)
@@ -91,22 +85,25 @@ def chosen(one, seen, ratio):
 def test_score_is_one_finite_float32_token_and_function_of_what_is_reusable(name):
     one = selector(name)
     seen = view()
-    other = view((8,))
-    before = [part.clone() for part in (seen.columns, seen.reusable, seen.chunk, *seen.pair(0), *seen.pair(1))]
+    other = view(8)
+    parts = (seen.columns, seen.reusable, seen.chunk, *seen.pair(0), *seen.pair(1))
+    before = [part.clone() for part in parts]
     scores = one.score(seen)
     assert scores.shape == (1, sum(CHUNKS) + QUESTION)
     assert scores.dtype == torch.float32
     assert torch.isfinite(scores[seen.reusable]).all()
-    after = (seen.columns, seen.reusable, seen.chunk, *seen.pair(0), *seen.pair(1))
-    assert all(torch.equal(was, now) for was, now in zip(before, after, strict=True)), "what is seen is not written"
+    for was, now in zip(before, parts, strict=True):
+        assert torch.equal(was, now), "what is seen is not written"
     assert torch.equal(selector(name).score(view()), scores)
 
     def mixed(part):
-        (fresh, stored), (others, _) = seen.pair(part), other.pair(part)
+        fresh, stored = seen.pair(part)
+        others, _ = other.pair(part)
         return torch.where(seen.reusable[:, None, :, None], fresh, others), stored
 
-    two = chosen(selector(name), replace(seen, pair=mixed), 0.3), chosen(selector(name), seen, 0.3)
-    assert torch.equal(*(one[seen.reusable] for one in two))
+    marked = chosen(selector(name), seen, 0.3)
+    marked_of_mixed = chosen(selector(name), replace(seen, pair=mixed), 0.3)
+    assert torch.equal(marked_of_mixed[seen.reusable], marked[seen.reusable])
 
 
 @each
@@ -145,9 +142,11 @@ def test_count_is_ceiling_of_share_without_noise_of_floating_point():
 def test_kv_deviation_is_squared_distance_over_heads_and_width(on, parts):
     seen = view()
     got = selector("kv-deviation", on=on).score(view())
-    for token in range(sum(CHUNKS)):
-        expected = sum(float((torch.sub(*seen.pair(part))[0, :, token] ** 2).sum()) for part in parts)
-        assert math.isclose(float(got[0, token]), expected, rel_tol=1e-5)
+    expected = torch.zeros(1, sum(CHUNKS) + QUESTION)
+    for part in parts:
+        fresh, stored = seen.pair(part)
+        expected += ((fresh - stored) ** 2).sum((1, 3))
+    torch.testing.assert_close(got[seen.reusable], expected[seen.reusable])
 
 
 @pytest.mark.parametrize(
@@ -176,17 +175,8 @@ def test_query_attention_is_mean_over_layers_heads_and_rows_of_question():
 def test_ramp_takes_longer_heads_of_later_chunks():
     """By hand: 3.5, 13 and 21.5 tokens up to the middle of the chunks, to the power of 1.5, over 6 and the place."""
     for pad in (0, 3):
-        marked = chosen(selector("ramp"), view(pad=pad), 11 / sum(CHUNKS))[0].nonzero().flatten().tolist()
-        assert marked == [7, 8, 9, 10, 11, 12, *range(19, 24)]
-    assert chosen(selector("ramp"), view(), 16 / sum(CHUNKS))[0, :7].sum() == 0
-
-
-def blended(model, request, **settings):
-    """One prefill; gives the cache, the logits behind the prompt, and the inputs."""
-    cache = BlendCache(model, ChunkStore.open("memory://"), **settings)
-    inputs = cache.inputs(None, **request)
-    ways = {"max_new_tokens": 1, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-    return cache, model.generate(**inputs, past_key_values=cache, **ways).logits[0], inputs
+        (marked,) = chosen(selector("ramp"), view(pad=pad), 11 / sum(CHUNKS))
+        assert marked.nonzero().flatten().tolist() == [7, 8, 9, 10, 11, 12, *range(19, 24)]
 
 
 def test_observer_hides_what_each_mask_hides_and_rows_that_are_left_out():
@@ -211,7 +201,7 @@ def test_expected_error_sees_what_stock_attention_of_some_rows_of_question_sees(
     prompt = {"prefix": [1, 4, 5], "chunks": [[*range(10, 40)], [*range(60, 85)]], "question": [*range(30, 52)]}
     first = 58  # three of the last, three of those before at equal distances
     rows = [58, 67, 76, 77, 78, 79]
-    reuse, _, inputs = blended(model, prompt, recompute_ratio=0.0)
+    reuse, _, inputs = prefilled(model, prompt, recompute_ratio=0.0)
     taken = expected_error._attention_times_length
 
     def recorded(seen, shares, question):
@@ -221,7 +211,7 @@ def test_expected_error_sees_what_stock_attention_of_some_rows_of_question_sees(
 
     monkeypatch.setattr(expected_error, "_attention_times_length", recorded)
     monkeypatch.setattr(expected_error, "ROWS", len(rows))
-    cache, _, _ = blended(model, prompt, selector="expected-error", recompute_ratio=0.2)
+    cache, _, _ = prefilled(model, prompt, selector="expected-error", recompute_ratio=0.2)
     assert columns == [rows] * model.config.num_hidden_layers
     stale = DynamicCache(config=model.config)
     for index, layer in enumerate(reuse.layers):
@@ -255,7 +245,7 @@ def test_expected_error_reads_no_memory_that_nothing_was_written_to(shared_model
         monkeypatch.setattr(
             torch.Tensor, "new_empty", lambda own, *size, **given: filled(*size, dtype=own.dtype, **given)
         )
-        cache, logits, _ = blended(model, prompt, selector="expected-error", recompute_ratio=0.2)
+        cache, logits, _ = prefilled(model, prompt, selector="expected-error", recompute_ratio=0.2)
         chosen.append(cache.report.chosen_columns)
         assert logits.isfinite().all()
     assert chosen[0] == chosen[1]

@@ -29,20 +29,21 @@ OPERATION = st.one_of(
 
 def moves(tokens, *more):
     """Programs of what can be done with a cache whose sequence 0 has so many tokens."""
-    operations = (
-        st.tuples(st.just("remove"), st.just(0), st.integers(0, tokens), st.integers(0, 3 * tokens // 2)),
-        st.tuples(st.just("shift"), st.just(0), st.integers(0, tokens), st.none(), st.integers(-20, 30)),
-        st.tuples(st.just("divide"), st.just(0), st.integers(0, tokens), st.none(), st.integers(1, 3)),
-        st.tuples(st.just("copy"), st.just(0), st.just(1)),
-    )
-    return st.lists(st.one_of(*operations, *more), max_size=6)
+    only = st.just(0)
+    place = st.integers(0, tokens)
+    remove = st.tuples(st.just("remove"), only, place, st.integers(0, 3 * tokens // 2))
+    shift = st.tuples(st.just("shift"), only, place, st.none(), st.integers(-20, 30))
+    divide = st.tuples(st.just("divide"), only, place, st.none(), st.integers(1, 3))
+    copy = st.tuples(st.just("copy"), only, st.just(1))
+    return st.lists(st.one_of(remove, shift, divide, copy, *more), max_size=6)
 
 
 class Lists:
     """The same operations, one token at a time."""
 
     def __init__(self):
-        self.rows, self._names = {}, count()
+        self.rows = {}
+        self._names = count()
 
     def row(self, sequence):
         return self.rows.setdefault(sequence, [])
@@ -54,23 +55,35 @@ class Lists:
         return added
 
     def remove(self, sequence, start=0, stop=None):
-        for number in list(self.rows) if sequence is None else [sequence]:
+        sequences = list(self.rows) if sequence is None else [sequence]
+        for number in sequences:
             self.rows[number] = [pair for pair in self.row(number) if not inside(pair[1], start, stop)]
 
     def copy(self, source, target, start=0, stop=None):
-        there = {token for token, _ in self.row(target)}
-        found = [pair for pair in self.row(source) if inside(pair[1], start, stop) and pair[0] not in there]
-        self.row(target).extend(found)
+        copied = self.row(target)
+        there = {token for token, _ in copied}
+        for token, position in list(self.row(source)):
+            if inside(position, start, stop) and token not in there:
+                copied.append((token, position))
 
     def keep(self, sequence):
         self.rows = {sequence: self.row(sequence)}
 
     def shift(self, sequence, start, stop, delta):
-        moved = [(token, at + delta if inside(at, start, stop) else at) for token, at in self.row(sequence)]
-        self.rows[sequence] = [pair for pair in moved if pair[1] >= 0]
+        shifted = []
+        for token, position in self.row(sequence):
+            if inside(position, start, stop):
+                position += delta
+            if position >= 0:
+                shifted.append((token, position))
+        self.rows[sequence] = shifted
 
     def divide(self, sequence, start, stop, by):
-        divided = [(token, at // by if inside(at, start, stop) else at) for token, at in self.row(sequence)]
+        divided = []
+        for token, position in self.row(sequence):
+            if inside(position, start, stop):
+                position //= by
+            divided.append((token, position))
         self.rows[sequence] = divided
 
     def crop(self, sequence, tokens):
@@ -108,9 +121,11 @@ def run(program):
             getattr(plain, name)(*arguments)
             getattr(table, name)(*arguments)
         for sequence in range(4):
+            row = plain.row(sequence)
             cells, positions = table.row(sequence)
-            assert list(zip(table.ids[cells].tolist(), positions.tolist(), strict=True)) == plain.row(sequence)
-            assert table.next_position(sequence) == max((at for _, at in plain.row(sequence)), default=-1) + 1
+            assert list(zip(table.ids[cells].tolist(), positions.tolist(), strict=True)) == row
+            last = max((position for _, position in row), default=-1)
+            assert table.next_position(sequence) == last + 1
 
 
 @given(st.lists(OPERATION, max_size=25))

@@ -68,30 +68,46 @@ def drawn(seed, tokens, vocabulary=1000):
 @given(st.integers(40, 90), st.integers(0, 8), st.integers(0, 8), st.integers(0, 20), st.integers(0, 999))
 def test_chunk_is_found_up_to_eight_other_tokens_at_either_end(length, head, tail, before, seed):
     chunk = drawn(seed, length)
-    inside = chunk[head : length - tail]
-    prompt = [*[1] * before, *[2] * bool(head), *inside, *[3] * bool(tail), 4]
-    found = matches(index_of(chunk, drawn(seed + 1, 40)), prompt)
-    assert found == [(before + bool(head), chunk, head, length - head - tail)]
+    prompt = [1] * before
+    if head:
+        prompt.append(2)
+    start = len(prompt)
+    prompt += chunk[head : length - tail]
+    if tail:
+        prompt.append(3)
+    found = matches(index_of(chunk, drawn(seed + 1, 40)), [*prompt, 4])
+    assert found == [(start, chunk, head, length - head - tail)]
+
+
+def goes_on(prompt, chunk, place, inside):
+    """Whether a prompt holds, at a place, a token that a chunk holds at one."""
+    if not 0 <= place < len(prompt) or not 0 <= inside < len(chunk):
+        return False
+    return prompt[place] == chunk[inside]
 
 
 @given(st.lists(st.tuples(st.integers(8, 40), st.integers(0, 6)), min_size=1, max_size=6), st.integers(0, 10**6))
 def test_runs_are_in_prompt_without_overlap_and_cannot_be_longer(shapes, seed):
     source = random.Random(seed)
-    chunks = [[source.randrange(10, 16) for _ in range(length)] for length, _ in shapes]
-    prompt = [token for chunk, (_, cut) in zip(chunks, shapes, strict=True) for token in [1, *chunk[cut:], 2]]
+    chunks = []
+    prompt = []
+    for length, cut in shapes:
+        chunk = source.choices(range(10, 16), k=length)
+        chunks.append(chunk)
+        prompt += [1, *chunk[cut:], 2]
     found = matches(index_of(*chunks), prompt)
+    covered = set()
     stop = 0
     for start, chunk, first, tokens in found:
         assert start >= stop, "from left to right, without overlap"
         assert tokens > 0
-        assert prompt[start : start + tokens] == chunk[first : first + tokens]
         stop = start + tokens
-    covered = {at for start, _, _, tokens in found for at in range(start, start + tokens)}
+        assert prompt[start:stop] == chunk[first : first + tokens]
+        covered.update(range(start, stop))
     for start, chunk, first, tokens in found:
-        for position, inside in ((start - 1, first - 1), (start + tokens, first + tokens)):
-            is_inside = 0 <= position < len(prompt) and 0 <= inside < len(chunk)
-            ends = not is_inside or position in covered or prompt[position] != chunk[inside]
-            assert ends, "it ends where a token differs"
+        stop = start + tokens
+        assert start - 1 in covered or not goes_on(prompt, chunk, start - 1, first - 1)
+        assert stop in covered or not goes_on(prompt, chunk, stop, first + tokens)
 
 
 def test_longest_run_wins_among_many_chunks_with_one_beginning():
@@ -106,19 +122,19 @@ def test_second_of_two_overlapping_chunks_begins_where_first_ends():
     first = text[:100]
     second = text[60:]
     assert matches(index_of(first, second), [1, *text, 2]) == [(1, first, 0, 100), (101, second, 40, 50)]
-    first = text[:100]
-    second = text[10:105]
-    assert matches(index_of(first, second), [1, *text, 2]) == [(1, first, 0, 100)]
+    inner = text[10:105]
+    assert matches(index_of(first, inner), [1, *text, 2]) == [(1, first, 0, 100)]
 
 
 def test_cut_off_beginning_is_found_from_quarter_on():
     chunk = drawn(0, 100)
-    assert matches(index_of(chunk), [1, *chunk[:25], 2]) == [(1, chunk, 0, 25)]
-    assert matches(index_of(chunk), [1, *chunk[:24], 2]) == []
-    assert matches(index_of(chunk), [1, *chunk[40:], 2]) == [], "what was before these tokens is not there"
-    assert matches(index_of(chunk, chunk[10:13]), [1, *chunk[1:], 2]) == [(1, chunk, 1, 99)]
+    index = index_of(chunk)
+    assert matches(index, [1, *chunk[:25], 2]) == [(1, chunk, 0, 25)]
+    assert matches(index, [1, *chunk[:24], 2]) == []
+    assert matches(index, [1, *chunk[40:], 2]) == [], "what was before these tokens is not there"
 
 
 @pytest.mark.parametrize("text", [[7] * 4000, [7, 8] * 2000, list(range(7, 12)) * 800])
 def test_text_that_repeats_itself_is_matched_without_end(text):
-    assert sum(tokens for *_, tokens in matches(index_of(text[:64], [*text[:50], 3]), [1, *text, 2])) > 3900
+    found = matches(index_of(text[:64], [*text[:50], 3]), [1, *text, 2])
+    assert sum(tokens for *_, tokens in found) > 3900
