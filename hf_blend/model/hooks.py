@@ -87,16 +87,19 @@ class ForwardHooks:
         listener = None if self._is_inside else self._own(args, kwargs)
         if listener is None or kwargs is None:
             return None
+        names = parameter_names(type(module)) or ("input_ids", "attention_mask")  # type: ignore[arg-type]
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         if self._layers and torch.compiler.is_compiling():
-            _refuse_compiled()
+            if not _is_single_token(arguments):
+                _refuse_compiled()
+            return None  # a compiled step appends its token without being noticed
         if self._after:
             listener.forward_ends(failed=True)  # the last forward was interrupted in a way that no hook sees
             self.watch_model()
         # registered only now, it is the last one: after an exception torch walks along these hooks, and none but
         # the last may be removed on the way
         self._after.append(module.register_forward_hook(self._ended, with_kwargs=True, always_call=True))
-        names = parameter_names(type(module)) or ("input_ids", "attention_mask")  # type: ignore[arg-type]
-        changed = listener.forward_begins({**dict(zip(names, args, strict=False)), **kwargs})
+        changed = listener.forward_begins(arguments)
         return None if changed is None else ((), changed)
 
     def _ended(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
@@ -126,6 +129,11 @@ class ForwardHooks:
         cache, arguments = self._cache(), (*args, *(kwargs or {}).values())
         carries = cache is not None and any(value is cache for value in arguments)
         return self._listener() if carries else None
+
+
+def _is_single_token(arguments: dict[str, Any]) -> bool:
+    ids = arguments.get("input_ids")
+    return ids is not None and ids.shape[1] == 1
 
 
 @torch.compiler.disable
