@@ -9,6 +9,7 @@ from tiny_models import tiny_model as zoo_model
 from hf_blend import ChunkStore
 from hf_blend.prefill import importance
 from hf_blend.sparse.partial.importance import TokenImportance
+from hf_blend.sparse.partial.reader import FIRST_REQUESTS
 from tests import asking
 from tests.test_partial import CHUNKS, PIECES
 
@@ -89,41 +90,25 @@ def test_record_attention_changes_no_token_and_asks_for_no_recompute(model, monk
     assert not plain.reads_importance
 
 
-def test_importance_outlives_eviction_and_restarts(model, tmp_path):
-    given = {"partial": {"share": 0.5, "reorder": False}, "memory_bytes": 0}
-    with ChunkStore.open(tmp_path, **given) as store:
-        asked(model, store, recompute_ratio=0.0, selector="none")
-        asked(model, store, recompute_ratio=0.0, selector="none")
-        digests = store.layer_reader.importance.digests()
-        before = {digest: store.layer_reader.importance.get(digest) for digest in digests}
-    assert len(before) == len(CHUNKS)
-    with ChunkStore.open(tmp_path, **given) as store:
-        for digest, record in before.items():
-            assert (store.layer_reader.importance.get(digest).scores == record.scores).all()
-        assert set(before) <= {entry.digest for entry in store.entries()}
-
-
-def test_token_importance_is_bounded_forgets_oldest_and_survives_damage(tmp_path):
-    path = tmp_path / "index" / "a.importance"
-    known = TokenImportance(path, cap_tokens=100)
+def test_token_importance_averages_requests_and_forgets_oldest_beyond_cap():
+    known = TokenImportance(cap_tokens=100)
     for number in range(5):
-        known.record(f"{number:064x}", torch.full((40,), float(number)))
-    assert known.digests() == [f"{number:064x}" for number in (3, 4)]
-    known.record(f"{4:064x}", torch.zeros(40))
-    assert known.get(f"{4:064x}").scores.tolist() == pytest.approx([3.2] * 40, rel=1e-3)
-    known.save()
-    again = TokenImportance(path, cap_tokens=100)
-    assert again.digests() == known.digests()
-    assert again.get(f"{4:064x}").requests == 2
-    good = path.read_bytes()
-    for place in range(0, len(good), 7):
-        bad = bytearray(good)
-        bad[place] ^= 0x41
-        path.write_bytes(bad)
-        assert TokenImportance(path).digests() == []
-    known._records[f"{4:064x}"].requests = 0
-    known._unsaved = 1
-    known.save()
-    assert TokenImportance(path).digests() == [], "no chunk was reported by no request"
-    path.write_bytes(good)
-    assert TokenImportance(path).digests() == known.digests()
+        record = known.record(f"{number:064x}", torch.full((40,), float(number)))
+        assert record.requests == 1
+    assert [known.get(f"{number:064x}") is None for number in range(5)] == [True, True, True, False, False]
+    again = known.record(f"{4:064x}", torch.zeros(40))
+    assert again.requests == 2
+    assert again.scores.tolist() == pytest.approx([3.2] * 40, rel=1e-3)
+    wrong = known.record(f"{3:064x}", torch.full((40,), float("nan")))
+    assert wrong.scores.isfinite().all()
+
+
+def test_chunk_reported_often_is_written_by_importance_of_its_tokens(model, tmp_path):
+    with ChunkStore.open(tmp_path, partial={"share": 0.5, "block_tokens": 8}, memory_bytes=0) as store:
+        for _ in range(1 + FIRST_REQUESTS):  # the first one computes the chunks
+            asked(model, store, recompute_ratio=0.0, selector="none")
+        orders = [store.stream(key, None).layers.reader.order for key in store.add(model, None, CHUNKS)]
+        scores = [store.layer_reader.importance.get(key.digest).scores for key in store.add(model, None, CHUNKS)]
+    for order, of_tokens in zip(orders, scores, strict=True):
+        assert order.tolist() != sorted(order.tolist())
+        assert torch.equal(of_tokens[order], of_tokens.sort(descending=True).values)

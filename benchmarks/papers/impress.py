@@ -233,7 +233,9 @@ class _Bench:
         if way.is_reordered:
             asked = Sample(sample.id, sample.prefix, sample.chunks, other, ())
             _InPart(self._model, self._tokenizer, blocks, 1, way).answer([asked])
-            reader.reorder()
+            for chunk in map(blocks.get, keys):
+                if chunk is not None:
+                    reader.write_blocks(chunk)
         return blocks
 
     def _line(self, name: str, sample: Sample, found: Outcome, report: Mapping[str, Any]) -> dict[str, Any]:

@@ -50,9 +50,9 @@ class BlockFormat(EntryFormat):
     def _order(self, chunk: ChunkKV) -> Sequence[int]:
         """Give the tokens of a chunk, the most important first; in order if their importance is unknown."""
         record = self._importance.get(chunk.key.digest)
-        if record is None or len(record.scores) != chunk.tokens:
+        if record is None:
             return range(chunk.tokens)
-        order: list[int] = torch.from_numpy(record.scores).argsort(descending=True, stable=True).tolist()
+        order: list[int] = record.scores.argsort(descending=True, stable=True).tolist()
         return order
 
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ...store import ChunkStore
 from ...store.chunk import ChunkKey, ChunkKV, Layout
-from ...store.format import hash_namespace
 from ...store.store import OpenEntry
 from ...store.stream import LayerReader
 from ...store.tiers.base import EntryFault
@@ -17,14 +16,12 @@ from .blocked import BLOCK_TOKENS, BlockFormat, has_blocks
 from .importance import TokenImportance
 from .layers import PartialLayers, Recompute
 
-REPORTED_CHUNKS = 4096  # that `reorder` knows of
 FIRST_REQUESTS = 4  # after which a chunk is ordered first; then after twice as many each time
 
 
 def keep_in_blocks(store: ChunkStore, block_tokens: int = BLOCK_TOKENS, reorders: bool = False) -> "PartialReader":
     """Have a store write chunks in blocks, and give them to requests as `PartialLayers`."""
-    path = store.folder / "index" / f"{hash_namespace(store.namespace)[:16]}.importance" if store.folder else None
-    importance = TokenImportance(path)
+    importance = TokenImportance()
     blocks = BlockFormat(store.format.codec, importance, block_tokens)
     store.format = blocks
     store.layer_reader = reader = PartialReader(store, blocks, importance, reorders)
@@ -49,7 +46,6 @@ class PartialReader(LayerReader):
         self.importance = importance
         self._reorders = reorders
         self._near = store.tiers[0]
-        self._reported: dict[str, ChunkKey] = {}  # since they were written; the oldest are forgotten first
 
     def stream(self, key: ChunkKey, layout: Layout | None) -> ChunkKV | None:
         """Give a chunk whose layers are `PartialLayers`; all of it where the nearest tier has no blocks of it."""
@@ -85,35 +81,21 @@ class PartialReader(LayerReader):
 
     def write_blocks(self, chunk: ChunkKV, order: Sequence[int] | None = None) -> None:
         """Write a chunk in blocks, its tokens in an order; None is by importance."""
-        self._reported.pop(chunk.key.digest, None)
         self._store.replace(self._near, self._format.pack(chunk, order))
 
     def record_attention(self, key: ChunkKey, scores: Tensor) -> None:
         """Average what a request found, and write the chunk in a new order if it was reported often enough."""
-        self.importance.record(key.digest, scores)
-        self._reported[key.digest] = key
-        if len(self._reported) > REPORTED_CHUNKS:
-            del self._reported[next(iter(self._reported))]
-        record = self.importance.get(key.digest)
-        if self._reorders and record is not None and is_due(record.requests):
+        record = self.importance.record(key.digest, scores)
+        if self._reorders and is_due(record.requests):
             self._reorder(key)
 
-    def reorder(self) -> int:
-        """Write every chunk that was reported since it was written in the order of its tokens' importance."""
-        return sum(map(self._reorder, list(self._reported.values())))
-
-    def _reorder(self, key: ChunkKey) -> bool:
+    def _reorder(self, key: ChunkKey) -> None:
+        """Write a chunk again, its tokens by importance."""
         if self._store.ttl_s is not None or not self._near.contains(self._store.name(key.digest)):
-            return False  # a file that is written again looks young
+            return  # a file that is written again looks young
         chunk = self._store.get(key)
-        if chunk is None or not has_blocks(chunk):
-            return False
-        self.write_blocks(chunk)
-        return True
-
-    def close(self) -> None:
-        """Keep what requests reported for the next process."""
-        self.importance.save()
+        if chunk is not None and has_blocks(chunk):
+            self.write_blocks(chunk)
 
 
 def is_due(requests: int) -> bool:
