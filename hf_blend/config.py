@@ -65,9 +65,8 @@ class BlendConfig:
         chunk_prefix_ids: tokens before each chunk while it is computed; None is `ChunkStore.default_prefix`, or, where
             no tokenizer is known, as chunks are stored, see docs/choosing.md.
         kv_bits: 8 or 4 holds K and V in so many bits; None in the model's dtype.
-        kv_device_map: where K and V are kept: "auto", "cpu", "disk", or layer → device, see docs/holding_less.md.
+        kv_device_map: where K and V are kept: "cpu", "disk", or layer → device, see docs/holding_less.md.
             None, and layers that are not named: where they are computed.
-        max_memory: for "auto": device → bytes, a number or "10GB"; None is what is free.
         offload_folder: for K and V on disk; files there have no names and go with the cache.
         allow_unverified: use a model that fails the self-test, with one warning.
         seed: for selectors that draw at random.
@@ -82,7 +81,6 @@ class BlendConfig:
     chunk_prefix_ids: tuple[int, ...] | None = None
     kv_bits: int | None = None
     kv_device_map: str | Mapping[Any, int | str] | None = None
-    max_memory: Mapping[Any, int | str] | None = None
     offload_folder: str | None = None
     allow_unverified: bool = False
     seed: int = 0
@@ -135,26 +133,17 @@ class BlendConfig:
             )
 
     def _check_memory(self) -> None:
-        for name in ("kv_device_map", "max_memory"):
-            value = getattr(self, name)
-            if isinstance(value, Mapping):
-                object.__setattr__(self, name, Options({str(key): item for key, item in value.items()}))
+        placed = self.kv_device_map
+        if isinstance(placed, Mapping):
+            object.__setattr__(self, "kv_device_map", Options({str(key): item for key, item in placed.items()}))
+        elif placed not in (None, "cpu", "disk"):
+            raise ConfigError(
+                f'kv_device_map is {placed!r}, expected layer → device, such as {{4: "cpu", 5: "disk"}}, or "cpu" or '
+                '"disk" for all layers.'
+            )
         if self.offload_folder is not None:
             object.__setattr__(self, "offload_folder", os.fspath(self.offload_folder))
-        placed, limits = self.kv_device_map, self.max_memory
-        if placed not in (None, "auto", "cpu", "disk") and not isinstance(placed, Mapping):
-            raise ConfigError(
-                f'kv_device_map is {placed!r}, expected "auto" or layer → device, such as {{4: "cpu", 5: "disk"}}, or '
-                '"cpu" or "disk" for all layers.'
-            )
-        if limits is not None and not isinstance(limits, Mapping):
-            raise ConfigError(f'max_memory is {limits!r}, expected device → bytes, such as {{0: "4GB"}}.')
-        if limits is not None and placed != "auto":
-            raise ConfigError(
-                f'max_memory={dict(limits)} came with kv_device_map={placed!r}, expected "auto", which is what it '
-                'limits. Give kv_device_map="auto".'
-            )
-        self.device_map, self.memory_limits  # noqa: B018 (they refuse what cannot be a layer, a device or a size)
+        self.device_map  # noqa: B018 (refuses what cannot be a layer or a device)
 
     @property
     def device_map(self) -> str | dict[int, int | str]:
@@ -171,20 +160,6 @@ class BlendConfig:
                 )
             devices[int(layer)] = _device_name(device)
         return devices
-
-    @property
-    def memory_limits(self) -> dict[int | str, int | str] | None:
-        """`max_memory` with GPUs as numbers."""
-        if self.max_memory is None:
-            return None
-        limits: dict[int | str, int | str] = {}
-        for device, limit in self.max_memory.items():
-            if isinstance(limit, bool) or not isinstance(limit, int | str) or (isinstance(limit, int) and limit < 0):
-                raise ConfigError(
-                    f"max_memory has {device!r}: {limit!r}, expected bytes, as a whole number or such as '10GB'."
-                )
-            limits[_device_name(device)] = limit
-        return limits
 
     def ratios(self, num_layers: int) -> dict[int, float]:
         """Say which share of the reusable tokens, 0–1, is kept from each check layer on.

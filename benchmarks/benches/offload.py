@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding from KV that accelerate places on disk, beside KV on the device and transformers' `OffloadedCache`.
+"""Decoding from KV that is on disk, beside KV on the device and transformers' `OffloadedCache`.
 
 Each cache is filled with the same random K and V; then tokens are decoded one at a time, and the caches take turns.
 """
@@ -19,6 +19,7 @@ from transformers import Cache, DynamicCache
 from benches.decode import fill, kv_bytes, step
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.evaluation.bench.shapes import timed_model, wait_for
+from hf_blend.model.anatomy import decoder_layers
 
 OURS = "kv_device_map"
 RESIDENT = "blend"
@@ -55,9 +56,9 @@ def measure_offload(plan: OffloadPlan, progress: Callable[[str], None] | None = 
 
 
 def _rows(model: Any, context: int, plan: OffloadPlan, folder: str) -> list[dict[str, Any]]:
-    limit = round(kv_bytes(model, context) / plan.excess)
-    device: int | str = 0 if plan.device.startswith("cuda") else "cpu"
-    placed: dict[str, Any] = {"kv_device_map": "auto", "max_memory": {device: limit}, "offload_folder": folder}
+    layers = len(decoder_layers(model))
+    away = range(round(layers / plan.excess), layers)
+    placed: dict[str, Any] = {"kv_device_map": dict.fromkeys(away, "disk"), "offload_folder": folder}
     store = ChunkStore.open("memory://")
     caches: dict[str, Cache] = {
         OURS: BlendCache(model, store, **placed),
@@ -74,7 +75,7 @@ def _rows(model: Any, context: int, plan: OffloadPlan, folder: str) -> list[dict
     fill(model, list(caches.values()), context, plan.seed)
     rates, texts = _turns(model, caches, context, plan)
     memory = caches[OURS].kv_memory  # type: ignore[attr-defined]
-    bytes_held = {"limit_bytes": limit, "peak_resident_bytes": memory.peak_resident_bytes}
+    bytes_held = {"away_layers": len(away), "peak_resident_bytes": memory.peak_resident_bytes}
     bytes_held |= {"disk_bytes": memory.disk_bytes, "loads": memory.loads, "prefetched": memory.prefetched}
     rows = [
         {

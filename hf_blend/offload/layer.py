@@ -94,7 +94,7 @@ class OffloadedLayer(MadeStates, BlendLayer):
             self.lazy_initialization(key_states, value_states)
         start = self.length
         end = start + tokens
-        stays = self.memory.is_resident(self.index, end, key_states, value_states)
+        stays = self.memory.is_resident(self.index, key_states)
         if self._buffers is None and (self._stored_tokens or not stays):
             self._opened = self._bring(end, key_states, value_states)
         elif self._buffers is None or self._buffers[0].shape[2] < end:
@@ -108,7 +108,7 @@ class OffloadedLayer(MadeStates, BlendLayer):
         """Move K and V off the device, unless the memory says that they stay."""
         if self._opened is not None:
             keys, values = (states[: self.length] for states in self._opened)
-        elif self._buffers is not None and not self.memory.is_resident(self.index, self.length, *self._buffers):
+        elif self._buffers is not None and not self.memory.is_resident(self.index, self._buffers[0]):
             keys, values = (buffer[:, :, : self.length].permute(2, 0, 1, 3) for buffer in self._buffers)
         else:
             return

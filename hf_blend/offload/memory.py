@@ -8,14 +8,12 @@ brought to the device for its own attention; meanwhile another thread reads the 
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
-from accelerate import infer_auto_device_map
-from accelerate.utils import get_max_memory
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..cache.layers import Pair
 from ..config import BlendConfig
@@ -36,16 +34,12 @@ class KVMemory:
         self._layers = tuple(layers)
         self._config = config
         placed = config.device_map
-        self._is_auto = placed == "auto"
-        self._budget = memory_budget(config.memory_limits) if self._is_auto else {}
         self.device_map: dict[int, Device] = {}
         if isinstance(placed, dict):
             self.device_map = dict(placed)
-        elif not self._is_auto:
+        else:
             self.device_map = dict.fromkeys(layers, placed)
         self._check_device_map()
-        self._token_bytes: dict[int, int] = {}  # of K and V of a layer
-        self._planned_tokens = 0  # that the present map is for
         self.away: dict[int, AwayLayer] = {}  # by the number of the layer
         # Bytes of the placed layers on the devices that compute them, and of a layer that was brought until the next
         self._counts: dict[Any, int] = {}
@@ -79,30 +73,10 @@ class KVMemory:
             self._counts[what] = nbytes
         self.peak_resident_bytes = max(self.peak_resident_bytes, self.resident_bytes)
 
-    def is_resident(self, index: int, tokens: int, keys: Tensor, values: Tensor) -> bool:
-        """Whether K and V of a layer, `[batch, kv_heads, any, head_dim]`, stay on its device with `tokens` tokens."""
-        if self._is_auto:
-            self._plan(index, round_up(tokens), keys, values)
+    def is_resident(self, index: int, states: Tensor) -> bool:
+        """Whether K and V of a layer, of which `states` are some, stay on its device."""
         device = self.device_map.get(index)
-        return device is None or (device != DISK and is_same(_torch_device(device), keys.device))
-
-    def _plan(self, index: int, tokens: int, keys: Tensor, values: Tensor) -> None:
-        """Place all layers for a number of tokens, unless it was done; layers not seen yet count as this one."""
-        token_bytes = _token_bytes(keys) + _token_bytes(values)
-        if tokens <= self._planned_tokens and self._token_bytes.get(index) == token_bytes:
-            return
-        for layer in self._layers:
-            self._token_bytes.setdefault(layer, token_bytes)
-        self._token_bytes[index] = token_bytes
-        self._planned_tokens = max(tokens, self._planned_tokens)
-        nbytes = {layer: self._planned_tokens * own for layer, own in self._token_bytes.items()}
-        self.device_map = place_layers(nbytes, self._budget)
-        # The last tokens of layers that are away stay on the device for a while
-        main = keys.device.index if keys.device.type == "cuda" else keys.device.type
-        away = sum(device != main for device in self.device_map.values())
-        if away and main in self._budget:
-            left = max(0, self._budget[main] - away * GROW_TOKENS * token_bytes)
-            self.device_map = place_layers(nbytes, {**self._budget, main: left})
+        return device is None or (device != DISK and is_same(_torch_device(device), states.device))
 
     def put(self, index: int, keys: Tensor, values: Tensor) -> None:
         """Append tokens to a layer that is away, `[new, batch, kv_heads, head_dim]` each."""
@@ -129,13 +103,11 @@ class KVMemory:
                 del self.away[index]
 
     def remove(self, index: int) -> None:
-        """Delete what is away of a layer and reset its counts; "auto" places layers anew when none is away."""
+        """Delete what is away of a layer and reset its counts."""
         self._forget_ahead(index)
         self.away.pop(index, None)
         self.count("at work", 0)
         self.count(("held", index), 0)
-        if not self.away and self._is_auto:
-            self._planned_tokens = 0
 
     def bring(self, index: int, tokens: int, keys: Tensor, values: Tensor) -> Pair:
         """Copy K and V of a layer to its device, with room for so many tokens; the caller owns the copy.
@@ -196,46 +168,11 @@ class KVMemory:
     def __deepcopy__(self, memo: dict[int, Any]) -> "KVMemory":
         """A copy with the same tokens in the same places."""
         twin = memo[id(self)] = KVMemory(self._layers, self._config)
-        twin.device_map = dict(self.device_map)
-        twin._planned_tokens = self._planned_tokens
-        twin._token_bytes = dict(self._token_bytes)
         twin.away = {index: layer.changed(Tensor.clone) for index, layer in self.away.items()}
         for what, nbytes in self._counts.items():
             if what[0] == "held":
                 twin.count(what, nbytes)
         return twin
-
-
-def memory_budget(max_memory: Mapping[Device, int | str] | None) -> dict[Device, int]:
-    """Bytes that may be used of each device, in the order in which accelerate fills them."""
-    try:
-        return dict(get_max_memory(None if max_memory is None else dict(max_memory)))
-    except ValueError as error:
-        raise ConfigError(
-            f"max_memory is {dict(max_memory or {})!r}, which accelerate refuses: {error}. Expected bytes for each "
-            'device, such as {0: "4GB", "cpu": "16GB"}.'
-        ) from error
-
-
-def place_layers(layers: Mapping[int, int], budget: Mapping[Device, int]) -> dict[int, Device]:
-    """Let accelerate distribute the K and V of some layers, of so many bytes each, over devices, host memory and disk.
-
-    accelerate fills the devices in order and leaves room on the first, and in host memory, for the largest layer that
-    is not there: the one at work. What fits nowhere goes to the disk.
-    """
-    tree = nn.Module()
-    for index, nbytes in layers.items():
-        tree.register_buffer(str(index), torch.empty(nbytes, dtype=torch.uint8, device="meta"))
-    found = infer_auto_device_map(tree, dict[Any, Any](budget), clean_result=False)
-    device_map: dict[int, Device] = {int(name): device for name, device in found.items()}
-    on_disk = [index for index, device in device_map.items() if device == DISK]
-    disk_bytes = sum(layers[index] for index in on_disk)
-    if disk_bytes > budget.get(DISK, disk_bytes):
-        raise ConfigError(
-            f"the K and V of {len(on_disk)} of {len(device_map)} layers, {disk_bytes:,} bytes, go to the disk, but "
-            f"max_memory allows {budget[DISK]:,} there. Raise max_memory, or shorten the prompt."
-        )
-    return device_map
 
 
 def round_up(tokens: int) -> int:

@@ -83,8 +83,7 @@ class AwayLayer:
             return like.new_empty((tokens, *like.shape[1:]))
         if self._folder is None:
             raise OffloadError(
-                "K and V go to the disk, but offload_folder is None, expected a folder. Give offload_folder=…, or "
-                "allow more in max_memory."
+                "K and V go to the disk, but offload_folder is None, expected a folder. Give offload_folder=…."
             )
         nbytes = tokens * like.shape[1:].numel() * like.element_size()
         try:
