@@ -10,7 +10,7 @@
 Prompts, methods and charges are fixed in this file. `run` appends a line per prompt and method to a file of its own
 and skips what is there: it may be stopped at any time. `table` writes `benchmarks/results/robust.json`.
 `recommend` says of it which rule leaves least on each model, mean over the tasks, and whether it is told from the
-default; `hf_blend.recipes.MEASURED` has what follows from that.
+default.
 
 A prompt has the passages that share most rare words with the question, among them one that holds the answer, in the
 order of the data. The error is the KL divergence of the next-token distribution from full prefill's, in nats: the

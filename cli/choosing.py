@@ -18,7 +18,7 @@ def say_recipe(recipe: "Recipe") -> None:
 
     if recipe is DEFAULT:
         say(
-            "No rule was measured for this model or its family, so the default is used: hf-blend tune --store finds "
+            "No rule was measured for this model, so the default is used: hf-blend tune --store finds "
             "one, once."
         )
     else:

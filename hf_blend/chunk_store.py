@@ -11,7 +11,7 @@ from torch import nn
 
 from . import plugins
 from .errors import ConfigError, suggest
-from .recipes import Recipe, Recipes
+from .recipes import DEFAULT, Recipe, Recipes
 from .store.chunk import ChunkKey
 from .store.opening import Limits, is_remote, open_tiers
 from .store.store import Store
@@ -108,16 +108,17 @@ class ChunkStore(Store):
         """Make what loads chunks in part for the request of a cache; None where they are loaded whole."""
         return None if self.part_loader is None else self.part_loader(cache)
 
-    def recipe(self, model: nn.Module, *, is_blind: bool = False) -> Recipe:
+    def recipe(self, model: nn.Module) -> Recipe:
         """Give the settings that a model is blended with where a caller says nothing, and where they are from.
 
-        With `is_blind` the choice does not depend on the question; over a store that loads in part it never does.
+        Over a store that loads in part the choice does not depend on the question.
         """
-        from .model.anatomy import text_config
         from .model.fingerprint import fingerprint
 
-        is_blind = is_blind or self.loads_in_part
-        return self.recipes.choose(text_config(model), lambda: fingerprint(model), is_blind=is_blind)
+        found = self.recipes.get(fingerprint(model)) if self.recipes else None
+        if found is None or (self.loads_in_part and found.needs_question()):
+            return DEFAULT
+        return found
 
     def default_prefix(self, model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
         """Give the tokens that chunks are computed behind where nothing else is said.

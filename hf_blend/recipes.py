@@ -1,18 +1,17 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""How a model is blended where a caller says nothing: what was found for it, or for its family, or the default.
+"""How a model is blended where a caller says nothing: what was found for it, or the default.
 
-What `hf-blend tune` finds for a model is kept beside the chunks and comes first; `MEASURED` has the families that
-`benchmarks/robust.py` measured. A recipe chooses which tokens are recomputed, and how many; at
-no value of it is an answer wrong.
+What `hf-blend tune` finds for a model is kept beside the chunks. A recipe chooses which tokens are recomputed, and how
+many; at no value of it is an answer wrong.
 """
 
 import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,34 +57,6 @@ class Recipe:
         return str(self.settings.get("selector")).endswith(plugins.FILE)
 
 
-@dataclass(frozen=True)
-class MeasuredFamily:
-    """A model on which `benchmarks/robust.py` compared the rules; those of its kind and width are taken to be like it.
-
-    Attributes:
-        model: its name there.
-        model_type: the architecture, as its config names it.
-        hidden_sizes: widths of the models that it stands for.
-        settings: fields of `BlendConfig`, of `SETTINGS`; none where no rule was told to leave less than the default.
-    """
-
-    model: str
-    model_type: str
-    hidden_sizes: range
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-    def recipe(self) -> Recipe:
-        """Give the settings and their source."""
-        what = "the rule that measured best" if self.settings else "the default, as no measured rule was better"
-        return Recipe(self.settings, f"{what} on {self.model}")
-
-
-MEASURED = (  # `python benchmarks/robust.py recommend` says what its rows support
-    MeasuredFamily("smollm2", "llama", range(512, 769)),
-    MeasuredFamily("qwen2.5-coder-1.5b", "qwen2", range(1280, 1793)),
-    MeasuredFamily("qwen2.5-coder-0.5b", "qwen2", range(769, 1025)),
-    MeasuredFamily("gemma3", "gemma3_text", range(512, 769)),
-)
 DEFAULT = Recipe({}, "the default")
 
 
@@ -134,24 +105,6 @@ class Recipes:
             return None
         by_model[fingerprint] = recipe
         return recipe
-
-    def choose(self, config: Any, fingerprint: Callable[[], str], *, is_blind: bool = False) -> Recipe:
-        """Find the recipe where a caller says nothing: the model's here, or its family's, or the default.
-
-        Args:
-            config: of the text model, as transformers has it.
-            fingerprint: computes the model's, if some model has a recipe here.
-            is_blind: leave out recipes whose choice depends on the question.
-        """
-        families = (
-            family.recipe()
-            for family in MEASURED
-            if config.model_type == family.model_type and config.hidden_size in family.hidden_sizes
-        )
-        for recipe in (self.get(fingerprint()) if self else None, *families):
-            if recipe and not (is_blind and recipe.needs_question()):
-                return recipe
-        return DEFAULT
 
     def put(self, fingerprint: str, recipe: Recipe) -> None:
         """Keep the recipe of a model in the place of an earlier one; the file is whole or absent.

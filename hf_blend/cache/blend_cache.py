@@ -99,8 +99,8 @@ class BlendCache(Cache):
         Args:
             model: a causal language model of transformers.
             store: where chunks are kept.
-            config: the settings; None takes what was kept in the store for this model, else what was measured for its
-                family, else the defaults, see docs/choosing.md.
+            config: the settings; None takes what was kept in the store for this model, else the defaults, see
+                docs/choosing.md.
             **settings: fields of `BlendConfig` that differ from `config`, such as `recompute_ratio=0.15`.
 
         Raises:

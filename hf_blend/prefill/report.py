@@ -75,8 +75,7 @@ class BlendReport:
         partial: where chunks are loaded in part: layers, loaded bytes, all bytes.
         sparse: where steps look at some blocks: the figures of `SparseMetrics`.
         advice: what the store's controller decided.
-        recipe: where selector and ratio are from: the caller, the store, what was measured for the family, or the
-            default.
+        recipe: where selector and ratio are from: the caller, the store, or the default.
         notice: what else to know, such as that the chunks were stored with another tokenizer.
         fallback_reason: why every token was computed, and what to pass instead; else empty.
     """
