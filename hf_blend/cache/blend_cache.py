@@ -36,7 +36,6 @@ from ..model.cache_keyword import cache_argument
 from ..model.fingerprint import structure_of
 from ..model.identity.canonical import refuse_wrapper
 from ..model.placement import input_device
-from ..model.quantised import silence_casts
 from ..prefill.notices import other_author, warn_once
 from ..prefill.report import BlendReport
 from ..prefill.request import PendingPrompt
@@ -122,7 +121,6 @@ class BlendCache(Cache):
 
         # Read the model
         prefix_ids = bos_prefix(model) if config.chunk_prefix_ids is None else tuple(config.chunk_prefix_ids)
-        silence_casts(model, self)
         info = ModelInfo(model, prefix_ids, trial_cache, config.allow_unverified)
         check_ms = 1e3 * (time.perf_counter() - began_s)
 

@@ -1,37 +1,12 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Quantised models: those that quantise all tokens of a call by one scale, and 8-bit ones that log every cast."""
-
-import logging
-import weakref
+"""Quantised models that quantise all tokens of a call by one scale."""
 
 import torch
 from torch import Tensor, nn
 
 from .anatomy import decoder_layers
-from .fingerprint import per_model
 from .placement import input_device
-
-LOGGER = "bitsandbytes.autograd._functions"
-REPEATED = "MatMul8bitLt: inputs will be cast"
-
-
-class _WithoutCasts(logging.Filter):
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not str(record.msg).startswith(REPEATED)
-
-
-@per_model
-def _has_casts(model: nn.Module) -> bool:
-    return any(type(module).__name__ == "Linear8bitLt" for module in model.modules())
-
-
-def silence_casts(model: nn.Module, owner: object) -> None:
-    """Drop the line that bitsandbytes logs per product, as long as an object lives; other lines pass."""
-    if _has_casts(model):
-        logger, dropping = logging.getLogger(LOGGER), _WithoutCasts()
-        logger.addFilter(dropping)
-        weakref.finalize(owner, logger.removeFilter, dropping).atexit = False
 
 
 @torch.no_grad()

@@ -33,7 +33,6 @@ from ..model.checks import FLOORS, Blended, CheckedModel, CheckResult, Compariso
 from ..model.extras import extras_of
 from ..model.fingerprint import fingerprint
 from ..model.placement import input_device
-from ..model.quantised import silence_casts
 from ..prompt.pieces import Prompt, batch
 from ..rotary.tables import Table
 from ..store import ChunkStore
@@ -70,7 +69,6 @@ class ModelUnderTest(CheckedModel):
     def __init__(self, model: nn.Module) -> None:
         """Look at the model; the requests and the floor come with their first use."""
         super().__init__(model)
-        silence_casts(model, self)
         self.styles = rotary_styles(model)
         self.mixers = extras_of(model, len(decoder_layers(model)))
         self.num_layers = len(decoder_layers(model))
