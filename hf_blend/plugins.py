@@ -4,43 +4,40 @@
 
 A *kind* is a sub-package with a `base.py`, such as `selectors` or `store.tiers`. A *plugin* is a file beside it
 with exactly one public class that derives from a class of that `base.py`. Its name is the file's name, with `-`
-for `_`. Other distributions add plugins by entry points in the group `hf_blend.<kind>`; they cannot replace ours.
-A selector, a task or a method of evaluation may also be a file anywhere, by its path.
+for `_`. A selector, a task or a method of evaluation may also be a file anywhere, by its path.
 """
 
 import importlib
 import importlib.util
-import logging
 import re
 import sys
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
 
 from .errors import ConfigError, PluginNotFoundError, suggest
 
-logger = logging.getLogger(__name__)
-
 FILE = ".py"  # how the name of a file of the caller's own ends
 _IMPORTS = re.compile(r"^from [\w.]*\bbase import (\([^)]*\)|.*)$", re.MULTILINE)
 _CLASSES = re.compile(r"^class [A-Z]\w*\(([^)]*)\)", re.MULTILINE)
+_WORDS = re.compile(r"\w+")
 # never named by what others wrote, such as an entry
 FROM_FILES = ("selectors", "evaluation.tasks", "evaluation.methods")
 
 
 def kinds() -> list[str]:
     """List the kinds of plugin that exist: the sub-packages with a `base.py`."""
-    patterns = ("**/base.py", "evaluation/**/base.py")  # in a checkout evaluation is a link, which ** does not follow
-    bases = [(root, path) for root in _roots() for pattern in patterns for path in root.glob(pattern)]
-    return sorted({".".join(path.parent.relative_to(root).parts) for root, path in bases})
+    names = set()
+    for root in _roots():
+        for pattern in ("**/base.py", "evaluation/**/base.py"):  # ** does not follow the link that evaluation may be
+            for path in root.glob(pattern):
+                names.add(".".join(path.parent.relative_to(root).parts))
+    return sorted(names)
 
 
 def describe(kind: str) -> dict[str, str]:
     """Say what each plugin of a kind does, without importing any."""
-    ours = {name: line for name, (_, line) in _files(kind).items()}
-    theirs = {name: f"{point.value} (installed plugin)" for name, point in _installed(kind).items()}
-    return dict(sorted((theirs | ours).items()))
+    return {name: line for name, (_, line) in sorted(_files(kind).items())}
 
 
 def load(kind: str, name: str) -> type:
@@ -52,9 +49,6 @@ def load(kind: str, name: str) -> type:
     base = importlib.import_module(f"hf_blend.{kind}.base")
     if dashed in files:
         return _only_plugin(importlib.import_module(f"hf_blend.{kind}.{files[dashed][0]}"), base)
-    installed = _installed(kind)
-    if dashed in installed:
-        return _checked(installed[dashed], base)
     raise PluginNotFoundError(f"hf_blend.{kind} has no plugin named {name!r}. {suggest(dashed, describe(kind))}")
 
 
@@ -114,58 +108,38 @@ def _files(kind: str) -> dict[str, tuple[str, str]]:
     """Name → (module name, first docstring line) of the files of a kind that hold a plugin."""
     if kind not in kinds():
         raise PluginNotFoundError(f"hf_blend has no kind of plugin named {kind!r}. {suggest(kind, kinds())}")
-    folders = [Path(root, *kind.split(".")) for root in _roots()]
-    paths = [path for folder in folders for path in sorted(folder.glob("[!_]*.py"))]
-    texts = {path.stem: path.read_text("utf-8") for path in paths}
-    return {
-        stem.replace("_", "-"): (stem, text.partition('"""')[2].partition("\n")[0].removesuffix('"""'))
-        for stem, text in texts.items()
-        if stem != "base" and _derives_from_base(text)
-    }
+    files = {}
+    for root in _roots():
+        for path in sorted(Path(root, *kind.split(".")).glob("[!_]*.py")):
+            text = path.read_text("utf-8")
+            if path.stem != "base" and _derives_from_base(text):
+                docstring = text.partition('"""')[2]
+                line = docstring.partition("\n")[0].removesuffix('"""')
+                files[path.stem.replace("_", "-")] = (path.stem, line)
+    return files
 
 
 def _derives_from_base(text: str) -> bool:
     """Whether a file has a public class whose parent is imported from `base`."""
-    names = {name for imported in _IMPORTS.findall(text) for name in re.findall(r"\w+", imported)}
-    return any(names.intersection(re.findall(r"\w+", parents)) for parents in _CLASSES.findall(text))
-
-
-def _installed(kind: str) -> dict[str, EntryPoint]:
-    """Name → entry point of the plugins that other distributions offer for a kind."""
-    ours, points = _files(kind), {}
-    for point in entry_points(group=f"hf_blend.{kind}"):
-        name = point.name.replace("_", "-")
-        if name in ours or name in points:
-            logger.warning("ignoring the plugin %s: hf_blend.%s already has a %r", point.value, kind, name)
-        else:
-            points[name] = point
-    return points
+    imported = set()
+    for names in _IMPORTS.findall(text):
+        imported.update(_WORDS.findall(names))
+    return any(imported.intersection(_WORDS.findall(parents)) for parents in _CLASSES.findall(text))
 
 
 def _only_plugin(module: ModuleType, base: ModuleType) -> type:
     """The one public class of a module that derives from a class of `base`."""
-    own = [member for member in vars(module).values() if isinstance(member, type)]
-    classes = [cls for cls in own if cls.__module__ == module.__name__ and not cls.__name__.startswith("_")]
-    plugins = [cls for cls in classes if _derives(cls, base)]
-    if len(plugins) != 1:
+    classes = []
+    for name, member in vars(module).items():
+        if name.startswith("_") or not isinstance(member, type) or member.__module__ != module.__name__:
+            continue
+        homes = [parent.__module__ for parent in member.__mro__]  # asks no protocol's `isinstance`
+        if base.__name__ in homes and member not in classes:
+            classes.append(member)
+    if len(classes) != 1:
+        names = [member.__name__ for member in classes]
         raise ConfigError(
-            f"{module.__name__} defines {len(plugins)} public plugins ({[cls.__name__ for cls in plugins]}), but a "
-            "file holds exactly one. Give each its own file, or start the helper's name with an underscore."
+            f"{module.__name__} defines {len(classes)} public plugins ({names}), but a file holds exactly one. Give "
+            "each its own file, or start the helper's name with an underscore."
         )
-    return plugins[0]
-
-
-def _checked(point: EntryPoint, base: ModuleType) -> type:
-    """What an entry point loads, if it is a plugin of this kind."""
-    plugin = point.load()
-    if not (isinstance(plugin, type) and _derives(plugin, base)):
-        raise ConfigError(
-            f"the entry point {point.name!r} ({point.value}) gives {plugin!r}, but a class deriving from one of "
-            f"{base.__name__} is expected. Correct the entry point in the distribution that installed it."
-        )
-    return plugin
-
-
-def _derives(cls: type, base: ModuleType) -> bool:
-    """Whether a class has a parent that a kind's `base.py` defines; asks no protocol's `isinstance`."""
-    return any(parent.__module__ == base.__name__ for parent in cls.__mro__)
+    return classes[0]

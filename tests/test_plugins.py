@@ -5,7 +5,6 @@
 import importlib
 import os
 import sys
-from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -38,12 +37,6 @@ def fruits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in [name for name in sys.modules if name.startswith("hf_blend.fruits")]:
         del sys.modules[name]
     vars(hf_blend).pop("fruits", None)
-
-
-def offer(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
-    """Pretend that a distribution with this entry point is installed."""
-    point = EntryPoint(name, value, "hf_blend.fruits")
-    monkeypatch.setattr(plugins, "entry_points", lambda group: [point] if group == point.group else [])
 
 
 def test_plugins_are_described_without_being_imported(fruits):
@@ -85,17 +78,6 @@ def test_file_with_two_plugins_is_refused_and_private_classes_and_imported_ones_
     assert plugins.load("fruits", "helped").__name__ == "One"
     with pytest.raises(ConfigError, match=r"2 public plugins \(\['One', 'Two'\]\).*own file"):
         plugins.load("fruits", "both")
-
-
-def test_installed_plugin_is_found_by_its_entry_point_and_cannot_replace_ours(fruits, monkeypatch, caplog):
-    (fruits / "_elsewhere.py").write_text(PLUGIN.format(line="Sour.", name="Lemon"))
-    offer(monkeypatch, "lemon_tree", "hf_blend.fruits._elsewhere:Lemon")
-    assert plugins.describe("fruits")["lemon-tree"] == "hf_blend.fruits._elsewhere:Lemon (installed plugin)"
-    assert plugins.load("fruits", "lemon-tree").__name__ == "Lemon"
-    offer(monkeypatch, "pear", "json:JSONDecoder")
-    assert plugins.load("fruits", "pear").__name__ == "Pear"
-    assert plugins.describe("fruits")["pear"] == "Melts."
-    assert "json:JSONDecoder" in caplog.text
 
 
 OURS = [(kind, name) for kind in plugins.kinds() for name in plugins.describe(kind)]

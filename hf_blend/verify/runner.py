@@ -6,7 +6,6 @@ import importlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import entry_points
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from ..model_names import load_model
 from .model_under_test import ModelUnderTest, attending, attentions
 
 logger = logging.getLogger(__name__)
-GROUP = "hf_blend.verify"  # entry points of other distributions: modules that register checks
 MODULES = ("moved_keys", "stale_tokens", "prefix_cache", "side_effects", "healed_cache")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ATTENTIONS = ("eager", "sdpa")
@@ -89,8 +87,6 @@ def check_names() -> dict[str, str]:
         importlib.import_module(f".{name}", __package__)
     plugins.extensions("checks")
     layer_extensions()
-    for point in entry_points(group=GROUP):
-        point.load()
     return {name: check.claim for name, check in sorted(CHECKS.items()) if issubclass(ModelUnderTest, check.needs)}
 
 
