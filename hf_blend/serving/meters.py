@@ -8,7 +8,6 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from ..store.metrics import StoreMetrics
 from .worker import Ending, ModelWorker
 
 __all__ = ["Meters"]
@@ -27,9 +26,6 @@ class Meters:
         self._tokens = Counter("tokens", "Tokens: of prompts, reused, recomputed, of answers.", ["kind"], **common)
         self._first = Histogram("first_token_seconds", "Time to the first token.", buckets=SECONDS, **common)
         self.registry.register(self)
-        # /metrics asks for no key: what tenants store is said only where there is one, without a name.
-        if "" in worker.stores:
-            self.registry.register(StoreMetrics(worker.stores[""]))
 
     def responded(self, status: int) -> None:
         """Count a response."""
