@@ -38,8 +38,6 @@ class ChunkStore(Store):
         *,
         memory_bytes: int | None = None,
         disk_bytes: int | None = None,
-        device: str | None = None,
-        device_bytes: int = 0,
         remote: str | None = None,
         eviction: str = "lru",
         namespace: str = "",
@@ -56,8 +54,6 @@ class ChunkStore(Store):
             memory_bytes: cap of the memory tier; None is a quarter of what is available.
             disk_bytes: cap of the directory, all namespaces together; None is what it holds now and half of what is
                 free.
-            device: where `device_bytes` are held, such as "cuda".
-            device_bytes: cap of what is held there.
             remote: URL of a tier behind the disk, shared with other machines; `put` waits for it, and what fails there
                 is a miss.
             eviction: which chunk leaves a full tier: "lru", "lfu" (recent uses count more), or "importance" (use times
@@ -75,7 +71,7 @@ class ChunkStore(Store):
             ConfigError: an argument is out of range, or the location is of a kind that does not exist.
             StoreError: nothing can be kept at the location.
         """
-        limits = Limits(memory_bytes, disk_bytes, device_bytes, ttl_s, eviction)
+        limits = Limits(memory_bytes, disk_bytes, ttl_s, eviction)
         limits.check()
         if durability not in _DURABILITIES:
             raise ConfigError(f"no durability named {durability!r}. {suggest(str(durability), _DURABILITIES)}")
@@ -87,12 +83,12 @@ class ChunkStore(Store):
                 "a disk. Give a directory, and remote=URL."
             )
         tiers = open_tiers(location, remote, durable=durability == "full")
-        memories = limits.memories(device)
+        memory = limits.memory()
         if parts is not None and not any(tier.is_local for tier in tiers):  # blocks are bytes, in memory too
-            limits = replace(limits, tier_bytes=memories[-1].cap_bytes)
-            memories = []
+            limits = replace(limits, tier_bytes=memory.cap_bytes)
+            memory = replace(limits, memory_bytes=0).memory()
             tiers = [plugins.load("store.tiers", "memory")()]
-        opened = cls(memories, tiers, namespace=namespace, limits=limits, codec=codec)
+        opened = cls(memory, tiers, namespace=namespace, limits=limits, codec=codec)
         root = opened.folder
         opened.recipes = Recipes(root / "recipes" if root else None)
         if parts is not None:

@@ -118,7 +118,7 @@ def test_controller_leaves_alone_what_is_in_memory_and_other_models(tmp_path, pr
 
 
 def slow_store(model, bytes_s):
-    store = ChunkStore([], [ThrottledTier(plugins.load("store.tiers", "memory")(), bytes_s)])
+    store = ChunkStore(None, [ThrottledTier(plugins.load("store.tiers", "memory")(), bytes_s)])
     keys = store.add(model, None, request()["chunks"], chunk_prefix_ids=(1,))
     return store, keys, store.tiers[0].name
 

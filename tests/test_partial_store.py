@@ -36,7 +36,7 @@ def asked(model, store, pieces=PIECES, **ways):
 def test_it_is_what_block_gives_and_model_is_untouched(untouched, tmp_path, attention):
     model = zoo_model("llama")
     model.set_attn_implementation(attention)
-    by_hand = ChunkStore([], [plugins.load("store.tiers", "memory")()])
+    by_hand = ChunkStore(None, [plugins.load("store.tiers", "memory")()])
     keep_in_blocks(by_hand, 8)
     asked(model, by_hand)
     made = []

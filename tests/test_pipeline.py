@@ -35,7 +35,7 @@ def answered(model: Any, store: ChunkStore, **settings: Any) -> tuple[torch.Tens
 
 def cold(tier: Any) -> ChunkStore:
     """A store over a tier, with nothing in memory."""
-    return ChunkStore([], [tier])
+    return ChunkStore(None, [tier])
 
 
 def threads() -> list[str]:

@@ -148,7 +148,7 @@ class _Bench:
         half = plan.chunks // 2
         self._keys: list[ChunkKey] = []
         for tier, chunks in ((self._near, self._pieces["chunks"][:half]), (self._far, self._pieces["chunks"][half:])):
-            store = ChunkStore([], [tier])
+            store = ChunkStore(None, [tier])
             store.add(self.model, None, [list(SINK)], chunk_prefix_ids=())
             self._keys += store.add(self.model, None, chunks, chunk_prefix_ids=SINK)
             tier.is_full = True
@@ -237,7 +237,7 @@ class _Bench:
 
     def _store(self, rates: dict[str, float]) -> ChunkStore:
         link = _Link()
-        return ChunkStore([], [_SleepingTier(tier, rates[tier.name], link) for tier in (self._near, self._far)])
+        return ChunkStore(None, [_SleepingTier(tier, rates[tier.name], link) for tier in (self._near, self._far)])
 
     def _load(self, store: ChunkStore) -> float:
         started = time.perf_counter()

@@ -64,8 +64,8 @@ def _row(
     disk = plugins.load("store.tiers", "disk")(folder / "store", durable=False)
     tier = ThrottledTier(disk, rate * GB) if rate else disk
     memory = ChunkStore.open("memory://", memory_bytes=64 << 30)
-    whole = ChunkStore([], [tier])
-    streaming = ChunkStore([], [tier])
+    whole = ChunkStore(None, [tier])
+    streaming = ChunkStore(None, [tier])
     for store in (memory, streaming):
         keys = store.add(model, None, pieces["chunks"], chunk_prefix_ids=(1,))
     whole.pipeline_depth = 0

@@ -44,7 +44,7 @@ class ReadAtRate(EvalConfig):
 
     def open_store(self) -> ChunkStore:
         """Open a store that keeps nothing ready to use."""
-        return ChunkStore([], [ThrottledTier(plugins.load("store.tiers", "memory")(), 1e9 * self.read_gb_s)])
+        return ChunkStore(None, [ThrottledTier(plugins.load("store.tiers", "memory")(), 1e9 * self.read_gb_s)])
 
 
 @dataclass(frozen=True)

@@ -222,7 +222,7 @@ class _Bench:
 
     def _blocks(self, store: ChunkStore, sample: Sample, other: tuple[int, ...], way: Way) -> ChunkStore:
         """The sample's chunks as blocks, in the order that another question found important if that is asked."""
-        blocks = ChunkStore([], [MemoryTier()])
+        blocks = ChunkStore(None, [MemoryTier()])
         reader = keep_in_blocks(blocks, way.block_tokens)
         before = (*front_ids(self._tokenizer), *sample.prefix)
         keys = store.keys(self._model, self._tokenizer, sample.chunks)

@@ -118,7 +118,7 @@ def bytes_per_second(store: ChunkStore, model: nn.Module, tokens: int = 512) -> 
 
 def tier_rates(store: ChunkStore, model: nn.Module, tokens: int = 512) -> dict[str, float]:
     """How fast each tier of a store gives back a chunk: see `bytes_per_second`."""
-    rates = {tier.name: bytes_per_second(ChunkStore([], [tier]), model, tokens) for tier in store.tiers}
+    rates = {tier.name: bytes_per_second(ChunkStore(None, [tier]), model, tokens) for tier in store.tiers}
     return {name: rate for name, rate in rates.items() if rate > 0}
 
 

@@ -89,10 +89,6 @@ class StackedLayers(Sequence[KV]):
             stacks.append(torch.stack([tensor.detach().cpu() for tensor in parts]))
         return cls(*stacks)
 
-    def to(self, device: str) -> "StackedLayers":
-        """The same layers on a device."""
-        return StackedLayers(self.keys.to(device), self.values.to(device))
-
     def __len__(self) -> int:
         return self.keys.shape[0]
 
@@ -174,13 +170,6 @@ class ChunkKV:
         if isinstance(self.layers, StackedLayers) or (stacked := StackedLayers.of(self.layers)) is None:
             return self
         return replace(self, layers=stacked, tables=tuple(tuple(map(_dense_copy, pair)) for pair in self.tables))
-
-    def to(self, device: str) -> "ChunkKV":
-        """The same chunk on a device."""
-        if not isinstance(self.layers, StackedLayers):
-            return self.map(lambda tensor: tensor.to(device))
-        tables = tuple((cos.to(device), sin.to(device)) for cos, sin in self.tables)
-        return replace(self, layers=self.layers.to(device), tables=tables)
 
     def check(self) -> None:
         """Refuse KV that must not be stored: shapes that do not fit the tokens, no floats, NaN or absurd values."""

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Verified chunks ready to use, in the memory of the machine or of a device."""
+"""Verified chunks ready to use, in memory."""
 
 import threading
 import time
@@ -28,19 +28,9 @@ class _Cached:
 class MemoryCache:
     """Chunks by digest, together never larger than the cap, or than the one chunk that was put last."""
 
-    def __init__(
-        self,
-        cap_bytes: int,
-        policy: EvictionPolicy,
-        *,
-        name: str = "memory",
-        device: str | None = None,
-        ttl_s: float | None = None,
-    ) -> None:
+    def __init__(self, cap_bytes: int, policy: EvictionPolicy, *, ttl_s: float | None = None) -> None:
         self.cap_bytes = cap_bytes
         self.policy = policy
-        self.name = name
-        self.device = device
         self.ttl_s = ttl_s
         self.nbytes = 0
         self.stats = StoreStats()
@@ -57,12 +47,12 @@ class MemoryCache:
                     continue
                 if not cached.chunk.fits(layout):
                     self.delete(key.digest)
-                    self.stats.count("load_failures", f"{self.name}:layout")
+                    self.stats.count("load_failures", "memory:layout")
                     continue
                 self.use(key.digest, 1.0)
                 chunks[key] = cached.chunk
         if chunks:
-            self.stats.count("hits", self.name, len(chunks))
+            self.stats.count("hits", "memory", len(chunks))
         return chunks
 
     def contains(self, digest: str) -> bool:
@@ -70,27 +60,20 @@ class MemoryCache:
         with self._lock:
             return self._fresh(digest) is not None
 
-    def peek(self, digest: str) -> ChunkKV | None:
-        """Give a chunk without using it; None if it is not there."""
-        with self._lock:
-            cached = self._fresh(digest)
-            return cached.chunk if cached else None
-
-    def put(self, chunk: ChunkKV) -> None:
-        """Take a chunk, and let others go until it fits."""
+    def put(self, chunk: ChunkKV) -> ChunkKV:
+        """Take a chunk, and let others go until it fits; gives it as it is kept."""
         if not self.cap_bytes:
-            return
+            return chunk
         digest = chunk.key.digest
         chunk = chunk.stacked()
-        if self.device:
-            chunk = chunk.to(self.device)
         with self._lock:
             self.delete(digest)
             while self._cached and self.nbytes + chunk.nbytes > self.cap_bytes:
                 self.delete(min(self._cached, key=lambda name: self._cached[name].score))
-                self.stats.count("evicted", self.name)
+                self.stats.count("evicted", "memory")
             self._cached[digest] = _Cached(chunk, time.monotonic(), time.time())
             self.nbytes += chunk.nbytes
+        return chunk
 
     def use(self, digest: str, weight: float) -> None:
         """Count a use of a chunk, or what was reported of one."""

@@ -24,27 +24,22 @@ class Limits:
 
     memory_bytes: int | None = None
     disk_bytes: int | None = None
-    device_bytes: int = 0
     ttl_s: float | None = None
     eviction: str = "lru"
     tier_bytes: int | None = None
 
     def check(self) -> None:
         """Refuse a limit below 0 (ConfigError), or a policy that does not exist (PluginNotFoundError)."""
-        for name in ("memory_bytes", "disk_bytes", "device_bytes", "ttl_s"):
+        for name in ("memory_bytes", "disk_bytes", "ttl_s"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and value >= 0):
                 raise ConfigError(f"{name} is {value!r}, expected 0 or more. Leave it out for the default.")
         self.policy()
 
-    def memories(self, device: str | None = None) -> list[MemoryCache]:
-        """Make the caches of chunks ready to use: of the device, if it may hold anything, and of the machine."""
+    def memory(self) -> MemoryCache:
+        """Make the cache of chunks ready to use."""
         cap_bytes = default_memory_bytes() if self.memory_bytes is None else self.memory_bytes
-        memories = [MemoryCache(cap_bytes, self.policy(), ttl_s=self.ttl_s)]
-        if device and self.device_bytes:
-            on_device = MemoryCache(self.device_bytes, self.policy(), name="device", device=device, ttl_s=self.ttl_s)
-            memories.insert(0, on_device)
-        return memories
+        return MemoryCache(cap_bytes, self.policy(), ttl_s=self.ttl_s)
 
     def policy(self) -> EvictionPolicy:
         """Make the eviction policy."""

@@ -82,7 +82,7 @@ Decode = Callable[[OpenEntry], ChunkKV]  # makes a chunk of an entry, and closes
 class Store:
     """KV of chunks, by the key that says what they were computed from; threads may share it, forked processes not.
 
-    Chunks are ready to use in `memories`, and behind them in `tiers` that keep bytes, the nearest first. A fault never
+    Chunks are ready to use in `memory`, and behind it in `tiers` that keep bytes, the nearest first. A fault never
     leaves here: it is a miss, counted, and warned of once a minute. A chunk that comes from a farther tier is taken
     into memory, and the bytes that were verified are written to the nearer ones. A chunk that is put goes to every
     tier, and is there when `put` returns.
@@ -95,7 +95,7 @@ class Store:
 
     def __init__(
         self,
-        memories: Sequence[MemoryCache] = (),
+        memory: MemoryCache | None = None,
         tiers: Sequence[Tier] = (),
         *,
         namespace: str = "",
@@ -110,10 +110,9 @@ class Store:
         self.format = EntryFormat(codec)
         self.layer_reader: LayerReader = StreamReader(self)
         self.counts = StoreStats()
-        self.memories = tuple(memories)
+        self.memory = memory or MemoryCache(0, limits.policy())
+        self.memory.stats = self.counts
         self.tiers = tuple(tiers)
-        for memory in self.memories:
-            memory.stats = self.counts
         self.capacities = {tier.name: self._capacity(tier, limits) for tier in self.tiers}
         self._space = hash_namespace(namespace)[:16]
         disk = next((tier for tier in self.tiers if isinstance(tier, DiskTier)), None)
@@ -133,9 +132,7 @@ class Store:
         """True where something depends on which tokens are important (`record_attention`, `record_importance`)."""
         if self.layer_reader.reads_importance:
             return True
-        policies = [memory.policy for memory in self.memories]
-        policies += [capacity.policy for capacity in self.capacities.values()]
-        return any(policy.reads_importance for policy in policies)
+        return self.memory.policy.reads_importance
 
     # Reading
 
@@ -152,12 +149,12 @@ class Store:
         """
         if not self._is_ours(key):
             return None
-        chunk = self._cached([key], layout).get(key)
+        chunk = self.memory.get([key], layout).get(key)
         return chunk or self.fetch(key, lambda entry: self.read(entry, layout))
 
     def at_hand(self, keys: Sequence[ChunkKey], layout: Layout | None = None) -> dict[ChunkKey, ChunkKV]:
         """Fetch those of some chunks that are in memory and can be used from there; `stream` fetches the others."""
-        return self._cached(keys, layout) if self.layer_reader.uses_memory else {}
+        return self.memory.get(keys, layout) if self.layer_reader.uses_memory else {}
 
     def stream(self, key: ChunkKey, layout: Layout | None = None) -> ChunkKV | None:
         """Fetch a chunk as `get` does, but return before all layers were read.
@@ -287,7 +284,7 @@ class Store:
         count = 0
         for digest in digests:
             self._deletions += 1
-            removed = [memory.delete(digest) for memory in self.memories]
+            removed = [self.memory.delete(digest)]
             try:
                 for tier in self.tiers:
                     removed.append(self._delete(tier, self.name(digest), None))
@@ -317,8 +314,7 @@ class Store:
         """Report which share of a chunk's tokens turned out to be important, for the policy "importance"."""
         weight = min(1.0, max(0.0, important_ratio)) - 1.0
         name = self.name(key.digest)
-        for memory in self.memories:
-            memory.use(key.digest, weight)
+        self.memory.use(key.digest, weight)
         for tier in self.tiers:
             if self.capacities[tier.name].policy.reads_importance:
                 with contextlib.suppress(OSError):
@@ -371,10 +367,9 @@ class Store:
         return of_model, sum(map(len, groups.values()))
 
     def tier_of(self, key: ChunkKey) -> str | None:
-        """Name the nearest memory or tier that has a chunk; None if none has it, or says so now."""
-        for memory in self.memories:
-            if memory.contains(key.digest):
-                return memory.name
+        """Name the nearest tier that has a chunk, "memory" first; None if none has it, or says so now."""
+        if self.memory.contains(key.digest):
+            return "memory"
         name = self.name(key.digest)
         for tier in self.tiers:
             with contextlib.suppress(OSError):
@@ -389,7 +384,7 @@ class Store:
         names = {tier: set(listed) for tier, listed in self._list(thorough=True).items()}
         for digest in self.index.digests():
             listed = self.index.get(digest)
-            levels = [memory.name for memory in self.memories if memory.contains(digest)]
+            levels = ["memory"] if self.memory.contains(digest) else []
             levels += [tier.name for tier in self.tiers if self.name(digest) in names[tier.name]]
             if listed is not None and levels:
                 key, nbytes, created = listed
@@ -435,8 +430,7 @@ class Store:
         stats: dict[str, Any] = {name: self.counts.group(name) for name in _COUNTED}
         stats["seconds"] = {stage: seconds for stage in _TIMED if (seconds := self.counts.group(stage))}
         stats["entries"] = len(self)
-        levels: dict[str, MemoryCache | Capacity] = {memory.name: memory for memory in self.memories}
-        levels |= self.capacities
+        levels: dict[str, MemoryCache | Capacity] = {"memory": self.memory, **self.capacities}
         stats["bytes"] = {name: level.nbytes for name, level in levels.items()}
         stats["capacity_bytes"] = {name: level.cap_bytes for name, level in levels.items()}
         return stats
@@ -451,8 +445,7 @@ class Store:
         self.layer_reader.close()
         for tier in self.tiers:
             tier.close()
-        for memory in self.memories:
-            memory.clear()
+        self.memory.clear()
 
     def name(self, digest: str) -> str:
         """Name the entry of a chunk in a tier."""
@@ -469,7 +462,7 @@ class Store:
 
     def __len__(self) -> int:
         digests = {name[-64:] for names in self._list(thorough=True).values() for name in names}
-        digests.update(chunk.key.digest for memory in self.memories for chunk in memory.chunks())
+        digests.update(chunk.key.digest for chunk in self.memory.chunks())
         return len(digests)
 
     def _capacity(self, tier: Tier, limits: Limits) -> Capacity:
@@ -502,28 +495,18 @@ class Store:
         """Give the tiers on this machine that receive what was read from a farther one."""
         return [other for other in self.tiers[: self.tiers.index(tier)] if other.is_local]
 
-    def _cached(self, keys: Sequence[ChunkKey], layout: Layout | None) -> dict[ChunkKey, ChunkKV]:
-        """Give those of some chunks that are in memory."""
-        chunks: dict[ChunkKey, ChunkKV] = {}
-        for memory in self.memories:
-            missing = [key for key in keys if key not in chunks]
-            chunks |= memory.get(missing, layout)
-        return chunks
-
     def _cache(self, chunk: ChunkKV) -> ChunkKV:
-        """Take a chunk into memory where there is room for it; gives it as the nearest memory has it."""
-        nearest: ChunkKV | None = None
-        for memory in reversed(self.memories):
-            try:
-                memory.put(chunk)
-            except (RuntimeError, MemoryError) as error:  # of a device that is full
-                self.counts.count("store_failures", type(error).__name__)
-                self.counts.warn(memory.name, f"chunks cannot be kept in the {memory.name} tier ({error})")
-            nearest = memory.peek(chunk.key.digest) or nearest
-        if nearest is None:
+        """Take a chunk into memory where there is room for it; gives it as it is there."""
+        if not self.memory.cap_bytes:
+            return chunk
+        try:
+            chunk = self.memory.put(chunk)
+        except (RuntimeError, MemoryError) as error:  # there is no room for the copy
+            self.counts.count("store_failures", type(error).__name__)
+            self.counts.warn("memory", f"chunks cannot be kept in memory ({error})")
             return chunk
         self.index.add([Listed(chunk.key, chunk.nbytes, time.time())])
-        return nearest
+        return chunk
 
     def _write(
         self, tier: Tier, key: ChunkKey, parts: Callable[[], Sequence[memoryview]], *, replaces: bool = False
@@ -634,7 +617,7 @@ class Store:
                 logger.info("the %s tier cannot be listed now (%s)", tier.name, error)
         if is_whole and (thorough or not is_listed):
             kept = [name[-64:] for listed in names.values() for name in listed]
-            kept += [chunk.key.digest for memory in self.memories for chunk in memory.chunks()]
+            kept += [chunk.key.digest for chunk in self.memory.chunks()]
             with contextlib.suppress(OSError):
                 self.index.keep_only(kept)
                 self.index.touch()

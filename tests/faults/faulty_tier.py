@@ -3,7 +3,7 @@
 """Faults on purpose, for tests of what is built on a store.
 
 tier = FaultyTier(MemoryTier(), seed=7, rates={"read.flip": 0.1, "put.full": 0.05})
-store = ChunkStore([], [tier])
+store = ChunkStore(None, [tier])
 """
 
 import errno

@@ -125,9 +125,9 @@ class Prefills(FaultClass):
         tier = plugins.load("store.tiers", "disk")(self.folder / name, durable=False)
         faulty = FaultyTier(tier, self.random.randrange(1 << 30), reading) if reading else tier
         if name == "blocks":
-            store = ChunkStore([], [faulty])
+            store = ChunkStore(None, [faulty])
             keep_in_blocks(store, 8)
             yield store
         else:
-            with ChunkStore([], [faulty], **STORES[name]) as store:
+            with ChunkStore(None, [faulty], **STORES[name]) as store:
                 yield store

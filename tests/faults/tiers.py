@@ -99,7 +99,7 @@ class FaultyTierFaults(FaultClass):
             clear(self.folder)
             disk = plugins.load("store.tiers", "disk")(self.folder, durable=False)
             tier = FaultyTier(disk, self.random.randrange(1 << 30), rates)
-            store = ChunkStore([], [tier])
+            store = ChunkStore(None, [tier])
             acknowledged = set[int]()
             while tier.counts.total() < count / 2:
                 before = tier.counts.copy()
@@ -152,7 +152,7 @@ class Remote(FaultClass):
         self._names: dict[str, list[str]] = {}
         for name, settings in REMOTE_SHELVES.items():
             objects: dict[str, bytes] = {}
-            store = ChunkStore([], [FaultyServer(objects)], **settings)
+            store = ChunkStore(None, [FaultyServer(objects)], **settings)
             names = []
             for entry in self._shelf(name).entries:
                 store.put(entry.computed)
@@ -184,7 +184,7 @@ class Remote(FaultClass):
         object_name = self._names[name][place]
         entry = shelf.entries[place]
         disk = plugins.load("store.tiers", "disk")(self._disk, durable=False)
-        store = ChunkStore([], [disk, server], **REMOTE_SHELVES[name])
+        store = ChunkStore(None, [disk, server], **REMOTE_SHELVES[name])
         verdict = asked(shelf, entry, asking, self.random, store)
         store.close()
         if not _is_good(self._disk, shelf):

@@ -163,8 +163,8 @@ def test_rounded_chunk_is_same_from_memory_and_every_tier(tmp_path, chunk, same)
     with ChunkStore.open(tmp_path) as reader:
         same(reader.get(stored.key), kept)
         assert [one.reason for one in reader.check()] == [""]
-    ChunkStore([], [tier], codec="int8").put(stored)
-    far = ChunkStore([], [near := MemoryTier(), _far(tier)])
+    ChunkStore(None, [tier], codec="int8").put(stored)
+    far = ChunkStore(None, [near := MemoryTier(), _far(tier)])
     same(far.get(stored.key), kept)
     assert [one.content for one in near.objects.values()] == [one.content for one in tier.objects.values()]
 
@@ -180,9 +180,9 @@ def test_states_of_two_dtypes_are_refused_by_lossy_codec(chunk, same):
     mixed = replace(stored, layers=tuple((keys, values.half()) for keys, values in stored.layers))
     tier = MemoryTier()
     with pytest.raises(StoreError, match="packs one dtype"):
-        ChunkStore([], [tier], codec="int8").put(mixed)
+        ChunkStore(None, [tier], codec="int8").put(mixed)
     assert not tier.objects
-    raw = ChunkStore([], [tier])
+    raw = ChunkStore(None, [tier])
     raw.put(mixed)
     same(raw.get(mixed.key), mixed)
 
@@ -190,7 +190,7 @@ def test_states_of_two_dtypes_are_refused_by_lossy_codec(chunk, same):
 def test_entry_of_unknown_codec_stays_and_is_miss(chunk):
     stored = chunk()
     tier = MemoryTier()
-    store = ChunkStore([], [tier])
+    store = ChunkStore(None, [tier])
     for name in ("zip", "int8", "int8:F99", "raw:F32", "../raw"):
         tier.objects.clear()
         renamed = reheaded(encoded(stored, "raw"), lambda header: with_text(header, codec=name))  # noqa: B023

@@ -96,12 +96,12 @@ class Planted:
 
     def __init__(self, chunk):
         self.chunk, self.tier, self.turn = chunk, MemoryTier(), 0
-        self.store = ChunkStore([], [self.tier])
+        self.store = ChunkStore(None, [self.tier])
         self.name = self.store.name(chunk.key.digest)
 
     def survives(self, content):
         """Make a third of the calls, in turn; what comes has the form of the chunk."""
-        store = ChunkStore([], [self.tier])
+        store = ChunkStore(None, [self.tier])
         self.turn += 1
         calls = (
             lambda: store.get(self.chunk.key, layout=self.chunk.layout),
@@ -188,7 +188,7 @@ def test_entries_in_blocks(chunk, forge, cases):
     tier = MemoryTier()
     layers = tuple((keys, values[..., :1].expand(keys.shape).contiguous()) for keys, values in stored.layers)
     stored = type(stored)(stored.key, layers, stored.tables, stored.layer_table)
-    store = ChunkStore([], [tier])
+    store = ChunkStore(None, [tier])
     keep_in_blocks(store)
     store.put(stored)
     ((name, source),) = tier.objects.items()

@@ -51,7 +51,7 @@ def test_listing_asks_for_one_key_in_each_command_as_servers_in_cluster_mode_exp
 
 def test_full_server_refuses_put_and_serves_what_it_has(new_server, served_tier, chunk, same):
     tier = served_tier("redis", new_server("redis"))
-    store, stored = ChunkStore([], [tier]), chunk()
+    store, stored = ChunkStore(None, [tier]), chunk()
     store.put(stored)
     tier._client.config_set("maxmemory", "1mb")
     store.put(chunk(tuple(range(10, 500)), layers=40))
@@ -73,7 +73,7 @@ def test_generation_continues_when_server_is(
     expected, _ = generate(ChunkStore.open("memory://"))
     server = new_server(kind)
     tier = served_tier(kind, server)
-    store = ChunkStore([], [tier])
+    store = ChunkStore(None, [tier])
     assert generate(store)[0].equal(expected)
     got, computed = generate(store)
     assert got.equal(expected)
@@ -94,7 +94,7 @@ def test_generation_continues_when_server_is(
 
 def test_server_that_failed_is_asked_again_after_some_seconds(chunk, same, monkeypatch):
     tier = plugins.load("store.tiers", "fsspec")("memory://again")
-    store = ChunkStore([], [tier])
+    store = ChunkStore(None, [tier])
     store.put(chunk())
     broken = [True]
 
@@ -121,12 +121,12 @@ def far_tier():
 
 def test_every_byte_of_far_entry_is_read_once_and_verified_before_it_is_copied(chunk, same, content):
     far, near, stored = far_tier(), MemoryTier(), chunk()
-    ChunkStore([], [far]).put(stored)
+    ChunkStore(None, [far]).put(stored)
     reads = []
     (source,) = far.objects.values()
     original = source.read_into
     source.read_into = lambda start, target: reads.append(range(start, start + len(target))) or original(start, target)
-    store = ChunkStore([], [near, far])
+    store = ChunkStore(None, [near, far])
     same(store.get(stored.key), stored)
     assert sorted(byte for read in reads for byte in read) == list(range(len(content(stored))))
     assert [one.content for one in near.objects.values()] == [content(stored)]
@@ -140,8 +140,8 @@ def test_every_byte_of_far_entry_is_read_once_and_verified_before_it_is_copied(c
 
 def test_chunk_deleted_while_it_is_read_is_not_kept(chunk):
     far, near, stored = far_tier(), MemoryTier(), chunk()
-    ChunkStore([], [far]).put(stored)
-    store = ChunkStore([], [near, far])
+    ChunkStore(None, [far]).put(stored)
+    store = ChunkStore(None, [near, far])
     streamed = store.stream(stored.key)
     store.delete(stored.key)
     assert len([streamed.layers[index] for index in range(2)]) == 2
@@ -205,8 +205,8 @@ def test_url_that_cannot_be_read_is_refused_without_showing_it(url):
 def test_store_finds_what_others_put_on_server_part_at_time(served_tier, chunk, monkeypatch):
     tier, chunks = served_tier("redis"), [chunk((7, number)) for number in range(4)]
     for one in chunks:
-        ChunkStore([], [tier]).put(one)
-    reader = ChunkStore([], [plugins.load("store.tiers", "redis")(url_of(tier))])
+        ChunkStore(None, [tier]).put(one)
+    reader = ChunkStore(None, [plugins.load("store.tiers", "redis")(url_of(tier))])
     monkeypatch.setattr(store_module, "_LEARN_S", -1.0)
     assert reader.find(chunks[0].key.fingerprint, chunks[0].key.chunk_prefix_ids, (7, 2)) == []
     monkeypatch.setattr(store_module, "_LEARN_S", 60.0)
@@ -225,7 +225,7 @@ OTHERS = {
 @pytest.mark.parametrize("other", OTHERS)
 def test_key_of_another_type_gives_way_to_chunk(other, is_read_first, served_tier, chunk, same):
     tier = served_tier("redis")
-    store, elsewhere = ChunkStore([], [tier]), chunk((7, 1))
+    store, elsewhere = ChunkStore(None, [tier]), chunk((7, 1))
     OTHERS[other](tier._client, f"hf_blend:{store.name(chunk().key.digest)}")
     store.put(elsewhere)
     assert [found for found, _ in tier.listing()] == [store.name(elsewhere.key.digest)]
@@ -235,16 +235,16 @@ def test_key_of_another_type_gives_way_to_chunk(other, is_read_first, served_tie
         assert store.stats()["load_failures"] == {f"redis:{reason}": 1}
         assert store.stats()["removed"]["corrupt"] == 1
     store.put(chunk())
-    same(ChunkStore([], [tier]).get(chunk().key), chunk())
+    same(ChunkStore(None, [tier]).get(chunk().key), chunk())
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
 def test_folder_in_place_of_object_gives_way_if_it_is_empty(scheme, tmp_path, chunk, same):
     tier = plugins.load("store.tiers", "fsspec")(f"{scheme}://{tmp_path}/shared")
-    store = ChunkStore([], [tier])
+    store = ChunkStore(None, [tier])
     path = tier._path(store.name(chunk().key.digest))
     tier._files.makedirs(path)
     assert store.get(chunk().key) is None
     assert list(store.stats()["load_failures"]) == [f"{scheme}:foreign"]
     store.put(chunk())
-    same(ChunkStore([], [tier]).get(chunk().key), chunk())
+    same(ChunkStore(None, [tier]).get(chunk().key), chunk())

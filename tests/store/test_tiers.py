@@ -82,7 +82,7 @@ def test_name_that_is_not_hex_is_refused(tier, name):
 
 
 def test_store_on_tier_loads_what_it_stored_and_refuses_what_was_changed(tier, chunk, same):
-    store = ChunkStore([], [tier])
+    store = ChunkStore(None, [tier])
     stored = chunk()
     store.put(stored)
     same(store.get(stored.key), stored)
@@ -95,7 +95,7 @@ def test_store_on_tier_loads_what_it_stored_and_refuses_what_was_changed(tier, c
         assert store.get(stored.key) is None
     assert not tier.contains(name), "what cannot become good is removed"
     store.put(stored)
-    same(ChunkStore([], [tier]).get(stored.key), stored)
+    same(ChunkStore(None, [tier]).get(stored.key), stored)
     assert len(store) == 1
 
 
