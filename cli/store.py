@@ -23,7 +23,6 @@ Namespace = Annotated[str, typer.Option(help="Look at the chunks of this namespa
 Limit = Annotated[int | None, typer.Option(min=1, help="Show the newest N only.")]
 Repair = Annotated[bool, typer.Option("--repair", help="Remove what can never become good.")]
 ToBytes = Annotated[int | None, typer.Option(min=0, help="Evict until this is left, in all namespaces.")]
-TtlS = Annotated[float | None, typer.Option(min=0, help="Remove chunks older than this, in seconds.")]
 Digests = Annotated[list[str] | None, typer.Argument(metavar="DIGEST", help="Digests, or how they begin.")]
 Model = Annotated[str | None, typer.Option(help="All chunks of the models whose fingerprint begins so.")]
 All = Annotated[bool, typer.Option("--all", help="All chunks of the namespace.")]
@@ -63,16 +62,14 @@ def check(store: Store = None, namespace: Namespace = "", repair: Repair = False
         fail(f"{len(left)} of {len(results)} entries cannot be used: {names}. Run hf-blend store check --repair.")
 
 
-def gc(
-    store: Store = None, namespace: Namespace = "", to_bytes: ToBytes = None, ttl_s: TtlS = None, json: Json = False
-) -> None:
-    """Remove what is too old, left by a crash, or first to be evicted.
+def gc(store: Store = None, namespace: Namespace = "", to_bytes: ToBytes = None, json: Json = False) -> None:
+    """Remove what was left by a crash, or is first to be evicted.
 
     Examples:
-        hf-blend store gc --ttl-s 2592000
+        hf-blend store gc
         hf-blend store gc --to-bytes 1000000000 --json
     """
-    with _open(store, namespace, ttl_s=ttl_s) as opened:
+    with _open(store, namespace) as opened:
         orphans = opened.stats()["removed"].get("orphans", 0)  # opening removes them
         collected = opened.collect(to_bytes)
     show({**collected, "orphans": collected["orphans"] + orphans}, as_json=json)
@@ -152,7 +149,7 @@ def stats(store: Store = None, namespace: Namespace = "", json: Json = False) ->
     show(figures, as_json=json)
 
 
-def _open(location: str | None, namespace: str, ttl_s: float | None = None) -> "ChunkStore":
+def _open(location: str | None, namespace: str) -> "ChunkStore":
     """Open a store; a folder that is not there is refused, not made."""
     from hf_blend.store import ChunkStore
 
@@ -161,4 +158,4 @@ def _open(location: str | None, namespace: str, ttl_s: float | None = None) -> "
             f"there is no store at {location!r}: no such folder. Give the folder that ChunkStore.open was given, or "
             "leave --store out for the default one."
         )
-    return ChunkStore.open(location, memory_bytes=0, namespace=namespace, ttl_s=ttl_s)
+    return ChunkStore.open(location, memory_bytes=0, namespace=namespace)

@@ -41,7 +41,6 @@ class ChunkStore(Store):
         remote: str | None = None,
         eviction: str = "lru",
         namespace: str = "",
-        ttl_s: float | None = None,
         durability: str = "full",
         codec: str = "raw",
         partial: float | Mapping[str, float] | None = None,
@@ -59,7 +58,6 @@ class ChunkStore(Store):
             eviction: which chunk leaves a full tier: "lru", "lfu" (recent uses count more), or "importance" (use times
                 share of important tokens).
             namespace: keeps tenants apart: no chunk is seen from another one.
-            ttl_s: age in seconds from which a chunk is not used; None is never.
             durability: "full" makes a stored chunk survive a power loss; "none" is for scratch. Neither ever gives
                 wrong KV.
             codec: "raw" keeps K and V bit for bit; "bf16" takes half the bytes of float32, "int8" half of bfloat16,
@@ -71,7 +69,7 @@ class ChunkStore(Store):
             ConfigError: an argument is out of range, or the location is of a kind that does not exist.
             StoreError: nothing can be kept at the location.
         """
-        limits = Limits(memory_bytes, disk_bytes, ttl_s, eviction)
+        limits = Limits(memory_bytes, disk_bytes, eviction)
         limits.check()
         if durability not in _DURABILITIES:
             raise ConfigError(f"no durability named {durability!r}. {suggest(str(durability), _DURABILITIES)}")

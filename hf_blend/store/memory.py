@@ -21,28 +21,26 @@ FILES = {"": ("", "memory.max"), "memory": ("memory", "memory.limit_in_bytes")} 
 @dataclass
 class _Cached:
     chunk: ChunkKV
-    since_s: float
     score: float
 
 
 class MemoryCache:
     """Chunks by digest, together never larger than the cap, or than the one chunk that was put last."""
 
-    def __init__(self, cap_bytes: int, policy: EvictionPolicy, *, ttl_s: float | None = None) -> None:
+    def __init__(self, cap_bytes: int, policy: EvictionPolicy) -> None:
         self.cap_bytes = cap_bytes
         self.policy = policy
-        self.ttl_s = ttl_s
         self.nbytes = 0
         self.stats = StoreStats()
         self._cached: dict[str, _Cached] = {}
         self._lock = threading.RLock()
 
     def get(self, keys: Sequence[ChunkKey], layout: Layout | None = None) -> dict[ChunkKey, ChunkKV]:
-        """Find chunks of a layout, and count the uses; what is too old, or of another layout, leaves."""
+        """Find chunks of a layout, and count the uses; what is of another layout leaves."""
         chunks: dict[ChunkKey, ChunkKV] = {}
         with self._lock:
             for key in keys:
-                cached = self._fresh(key.digest)
+                cached = self._cached.get(key.digest)
                 if cached is None or cached.chunk.key != key:
                     continue
                 if not cached.chunk.fits(layout):
@@ -57,8 +55,7 @@ class MemoryCache:
 
     def contains(self, digest: str) -> bool:
         """Say whether a chunk is there, without using it."""
-        with self._lock:
-            return self._fresh(digest) is not None
+        return digest in self._cached
 
     def put(self, chunk: ChunkKV) -> ChunkKV:
         """Take a chunk, and let others go until it fits; gives it as it is kept."""
@@ -71,7 +68,7 @@ class MemoryCache:
             while self._cached and self.nbytes + chunk.nbytes > self.cap_bytes:
                 self.delete(min(self._cached, key=lambda name: self._cached[name].score))
                 self.stats.count("evicted", "memory")
-            self._cached[digest] = _Cached(chunk, time.monotonic(), time.time())
+            self._cached[digest] = _Cached(chunk, time.time())
             self.nbytes += chunk.nbytes
         return chunk
 
@@ -100,14 +97,6 @@ class MemoryCache:
         """List what is there."""
         with self._lock:
             return [cached.chunk for cached in self._cached.values()]
-
-    def _fresh(self, digest: str) -> _Cached | None:
-        """Give what is held, unless it is too old."""
-        cached = self._cached.get(digest)
-        if cached is None or self.ttl_s is None or time.monotonic() - cached.since_s <= self.ttl_s:
-            return cached
-        self.delete(digest)
-        return None
 
 
 def default_memory_bytes() -> int:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""How a store is opened: where it lives, how much it may hold, how long, and what leaves first."""
+"""How a store is opened: where it lives, how much it may hold, and what leaves first."""
 
 import os
 import re
@@ -20,17 +20,16 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Limits:
-    """Caps and ages of a store, as `ChunkStore.open` takes them; `tier_bytes` is for a tier that is not on disk."""
+    """Caps of a store, as `ChunkStore.open` takes them; `tier_bytes` is for a tier that is not on disk."""
 
     memory_bytes: int | None = None
     disk_bytes: int | None = None
-    ttl_s: float | None = None
     eviction: str = "lru"
     tier_bytes: int | None = None
 
     def check(self) -> None:
         """Refuse a limit below 0 (ConfigError), or a policy that does not exist (PluginNotFoundError)."""
-        for name in ("memory_bytes", "disk_bytes", "ttl_s"):
+        for name in ("memory_bytes", "disk_bytes"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and value >= 0):
                 raise ConfigError(f"{name} is {value!r}, expected 0 or more. Leave it out for the default.")
@@ -39,7 +38,7 @@ class Limits:
     def memory(self) -> MemoryCache:
         """Make the cache of chunks ready to use."""
         cap_bytes = default_memory_bytes() if self.memory_bytes is None else self.memory_bytes
-        return MemoryCache(cap_bytes, self.policy(), ttl_s=self.ttl_s)
+        return MemoryCache(cap_bytes, self.policy())
 
     def policy(self) -> EvictionPolicy:
         """Make the eviction policy."""

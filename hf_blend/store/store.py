@@ -28,7 +28,7 @@ from .memory import MemoryCache
 from .opening import Limits
 from .stats import StoreStats
 from .stream import LayerReader, StreamReader
-from .tiers.base import EntryFault, ObjectStat, Source, Tier
+from .tiers.base import EntryFault, Source, Tier
 from .tiers.disk import DiskTier
 
 __all__ = ["CheckResult", "EntryInfo", "OpenEntry", "Store"]
@@ -36,7 +36,7 @@ __all__ = ["CheckResult", "EntryInfo", "OpenEntry", "Store"]
 logger = logging.getLogger(__name__)
 
 _COUNTED = (
-    *("hits", "misses", "loaded_bytes", "load_failures", "stored", "store_failures", "evicted", "removed", "skipped"),
+    *("hits", "misses", "loaded_bytes", "load_failures", "stored", "store_failures", "evicted", "removed"),
 )
 _TIMED = ("load_seconds", "store_seconds")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -103,7 +103,6 @@ class Store:
         codec: str = "raw",
     ) -> None:
         self.namespace = namespace
-        self.ttl_s = limits.ttl_s
         # how many layers a request reads ahead of their use; 0: it reads chunks whole before it begins. Unbounded by
         # default: what was read is kept until the request ends anyway, and the first layers take longest to compute
         self.pipeline_depth: float = math.inf
@@ -192,8 +191,6 @@ class Store:
                 if self._nearer(tier):
                     source = RecordedSource(source)
                 opened.callback(source.close)
-                if self._is_expired(source.stat):
-                    raise EntryFault("expired", f"it was stored more than {self.ttl_s} s ago")
                 self.capacities[tier.name].use(name, source.stat, 1.0)
                 chunk = decode(OpenEntry(tier, key, source, deletions))
                 opened.pop_all()  # now `decode` closes the source
@@ -230,8 +227,7 @@ class Store:
         else:
             self.counts.warn(key.digest, f"stored chunk {key.digest} is not used and will be computed again: {fault}")
         if isinstance(fault, EntryFault) and (fault.corrupt or reason == "kind"):  # one of our kind takes its name
-            cause = "expired" if reason == "expired" else "corrupt"
-            self._discard(tier, self.name(key.digest), source, cause)
+            self._discard(tier, self.name(key.digest), source)
         return reason
 
     # Writing
@@ -402,17 +398,14 @@ class Store:
                 yield self._check_entry(tier, name, repair)
 
     def collect(self, target_bytes: int | None = None) -> dict[str, int]:
-        """Remove what writers that are gone left behind, what is too old, and what is above the caps.
+        """Remove what writers that are gone left behind, and what is above the caps.
 
         Then evict until no more than `target_bytes` are left in each tier, all namespaces together.
         """
-        removed = {"orphans": 0, "expired": 0, "freed_bytes": 0}
+        removed = {"orphans": 0, "freed_bytes": 0}
         for tier in self.tiers:
             removed["orphans"] += tier.remove_orphans()
             with contextlib.suppress(OSError):
-                for name, stat in list(tier.listing(f"{self._space}/")):
-                    if self._is_expired(stat):
-                        removed["expired"] += self._discard(tier, name, None, "expired")
                 capacity = self.capacities[tier.name]
                 limits = [limit for limit in (target_bytes, capacity.cap_bytes) if limit is not None]
                 removed["freed_bytes"] += capacity.shrink(min(limits)) if limits else 0
@@ -423,8 +416,8 @@ class Store:
 
         Returns:
             `hits`, `stored`, `evicted` and `loaded_bytes` (of K and V that were read) by tier, `misses` by reason,
-            `load_failures` by tier and reason, `store_failures` by error, `removed` by cause (corrupt, expired,
-            orphans), `skipped` by tier and reason: what listing passed over, `seconds` by stage and tier, `entries`,
+            `load_failures` by tier and reason, `store_failures` by error, `removed` by cause (corrupt,
+            orphans), `seconds` by stage and tier, `entries`,
             and `bytes` and `capacity_bytes` by tier; those of the disk are of every namespace.
         """
         stats: dict[str, Any] = {name: self.counts.group(name) for name in _COUNTED}
@@ -486,10 +479,6 @@ class Store:
             return True
         self.counts.count("misses", "namespace")
         return False
-
-    def _is_expired(self, stat: ObjectStat) -> bool:
-        """Say whether an entry is too old. Clocks differ: one from the future is as old as it lies ahead."""
-        return self.ttl_s is not None and abs(time.time() - stat.created) > self.ttl_s
 
     def _nearer(self, tier: Tier) -> list[Tier]:
         """Give the tiers on this machine that receive what was read from a farther one."""
@@ -556,12 +545,12 @@ class Store:
             self.capacities[tier.name].removed(stat.nbytes if stat else 0)
         return removed
 
-    def _discard(self, tier: Tier, name: str, source: Source | None, cause: str) -> bool:
-        """Remove an entry, unless another process has put a good one in its place; count it under a cause."""
+    def _discard(self, tier: Tier, name: str, source: Source | None) -> bool:
+        """Remove a damaged entry, unless another process has put a good one in its place."""
         removed = False
         with contextlib.suppress(OSError):
             removed = self._delete(tier, name, source)
-            self.counts.count("removed", cause, int(removed))
+            self.counts.count("removed", "corrupt", int(removed))
         return removed
 
     def _check_entry(self, tier: Tier, name: str, repair: bool) -> CheckResult:
@@ -575,7 +564,7 @@ class Store:
             self.format.open(source, key, None).read()
             return CheckResult(digest, tier.name, source.stat.nbytes)
         except EntryFault as fault:
-            removed = repair and fault.corrupt and self._discard(tier, name, source, "corrupt")
+            removed = repair and fault.corrupt and self._discard(tier, name, source)
             return CheckResult(digest, tier.name, source.stat.nbytes if source else 0, fault.reason, removed)
         except (OSError, MemoryError) as error:
             return CheckResult(digest, tier.name, 0, type(error).__name__)
@@ -651,7 +640,6 @@ class Store:
             except EntryFault as fault:
                 logger.info("%s is not listed (%s)", name, fault)
                 self._skipped.add((tier.name, name))
-                self.counts.count("skipped", f"{tier.name}:{fault.reason}")
             except OSError as error:
                 logger.info("%s cannot be read now (%s)", name, error)
             if len(page) == _PAGE:

@@ -3,7 +3,6 @@
 """Caps hold, the lowest score leaves first, and the order survives a restart."""
 
 import os
-import time
 
 import pytest
 
@@ -132,29 +131,6 @@ def test_entry_that_cannot_be_deleted_is_no_reason_to_wait_for_ever(tmp_path, ch
     monkeypatch.setattr(DiskTier, "delete", lambda *_: (_ for _ in ()).throw(OSError(13, "denied")))
     store.put(chunk((5, 2)))
     assert numbers(store) == [0, 1, 2]
-
-
-def test_old_chunk_is_miss_and_goes_and_one_from_future_is_not_immortal(tmp_path, chunk):
-    with ChunkStore.open(tmp_path, memory_bytes=0, ttl_s=100.0) as store:
-        for number, age in ((0, 50), (1, 200), (2, -200)):
-            store.put(chunk((5, number)))
-            path = store.tiers[0].path(store.name(KEYS[number].digest))
-            os.utime(path, (time.time(), time.time() - age))
-        assert store.get(KEYS[0]) is not None
-        assert store.get(KEYS[1]) is None
-        assert store.collect() == {"orphans": 0, "expired": 1, "freed_bytes": 0}
-        assert numbers(store) == [0]
-        assert store.stats()["misses"] == {"expired": 1}
-
-
-def test_old_chunk_in_memory_is_miss(chunk, monkeypatch):
-    store = ChunkStore.open("memory://", ttl_s=100.0)
-    store.put(chunk((5, 0)))
-    assert store.get(KEYS[0]) is not None
-    later_s = time.monotonic() + 101
-    monkeypatch.setattr(time, "monotonic", lambda: later_s)
-    assert not store.contains(KEYS[0])
-    assert store.get(KEYS[0]) is None
 
 
 def test_collect_shrinks_every_namespace_to_target_and_removes_orphans(tmp_path, chunk, entry_bytes):

@@ -91,8 +91,8 @@ class PartialReader(LayerReader):
 
     def _reorder(self, key: ChunkKey) -> None:
         """Write a chunk again, its tokens by importance."""
-        if self._store.ttl_s is not None or not self._near.contains(self._store.name(key.digest)):
-            return  # a file that is written again looks young
+        if not self._near.contains(self._store.name(key.digest)):
+            return
         chunk = self._store.get(key)
         if chunk is not None and has_blocks(chunk):
             self.write_blocks(chunk)

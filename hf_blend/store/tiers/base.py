@@ -24,7 +24,7 @@ class EntryFault(Exception):
     """Why stored bytes were refused. It never leaves the store: there it becomes a miss.
 
     `reason` is one word for counters: format, kind (another format of ours), truncated, digest, fingerprint, key,
-    namespace, codec, layout (another shape than the model's), foreign (no regular file), expired, late.
+    namespace, codec, layout (another shape than the model's), foreign (no regular file), late.
     `corrupt` bytes can never become good: they go.
     """
 
