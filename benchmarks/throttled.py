@@ -29,9 +29,9 @@ class WrappedTier(Tier):
         """As the tier behind."""
         self.tier.put(name, parts)
 
-    def delete(self, name: str, source: Source | None = None) -> bool:
+    def delete(self, name: str) -> bool:
         """As the tier behind."""
-        return self.tier.delete(name, source)
+        return self.tier.delete(name)
 
     def stat(self, name: str) -> ObjectStat | None:
         """As the tier behind."""
@@ -71,7 +71,7 @@ class _SlowSource:
     def __init__(self, source: Source, tier: ThrottledTier) -> None:
         self._source = source
         self._tier = tier
-        self.stat, self.identity = source.stat, source.identity
+        self.stat = source.stat
 
     def read_into(self, start: int, target: memoryview) -> None:
         nbytes = len(target)
@@ -79,13 +79,5 @@ class _SlowSource:
         self._source.read_into(start, target)
         self._tier.wait(nbytes, begun)
 
-    def expect(self, start: int, nbytes: int) -> None:
-        """Pass it on to the tier behind."""
-        getattr(self._source, "expect", _ignore)(start, nbytes)
-
     def close(self) -> None:
         self._source.close()
-
-
-def _ignore(start: int, nbytes: int) -> None:
-    """For sources that read nothing ahead."""

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
-import numpy as np
 from torch import Tensor
 
 from ..errors import StoreError
@@ -28,7 +27,7 @@ from .memory import MemoryCache
 from .opening import Limits
 from .stats import StoreStats
 from .stream import LayerReader, StreamReader
-from .tiers.base import EntryFault, Source, Tier
+from .tiers.base import BytesSource, EntryFault, Source, Tier
 from .tiers.disk import DiskTier
 
 __all__ = ["CheckResult", "EntryInfo", "OpenEntry", "Store"]
@@ -74,6 +73,7 @@ class OpenEntry(NamedTuple):
     key: ChunkKey
     source: Source
     deletions: int  # of the store before it was opened: after another one the chunk is not stored again
+    content: bytearray | None  # all bytes of it, where there are nearer tiers to receive them
 
 
 Decode = Callable[[OpenEntry], ChunkKV]  # makes a chunk of an entry, and closes its source once all of it was read
@@ -182,21 +182,24 @@ class Store:
     def load(self, tier: Tier, key: ChunkKey, decode: Decode) -> tuple[ChunkKV | None, str]:
         """Open and decode an entry of one tier; returns a chunk and "", or None and the reason."""
         name, deletions = self.name(key.digest), self._deletions
-        source: Source | None = None
         with self.counts.timed("load_seconds", tier.name), contextlib.ExitStack() as opened:
             try:
                 source = tier.open(name)
                 if source is None:
                     return None, "absent"
-                if self._nearer(tier):
-                    source = RecordedSource(source)
                 opened.callback(source.close)
+                content: bytearray | None = None
+                if self._nearer(tier):  # they receive its bytes
+                    content = bytearray(source.stat.nbytes)
+                    source.read_into(0, memoryview(content))
+                    source.close()
+                    source = BytesSource(content, source.stat)
                 self.capacities[tier.name].use(name, source.stat, 1.0)
-                chunk = decode(OpenEntry(tier, key, source, deletions))
+                chunk = decode(OpenEntry(tier, key, source, deletions, content))
                 opened.pop_all()  # now `decode` closes the source
                 return chunk, ""
             except (EntryFault, OSError, MemoryError) as fault:
-                reason = self.refuse_entry(tier, key, source, fault)
+                reason = self.refuse_entry(tier, key, fault)
                 return None, reason
 
     def read(self, entry: OpenEntry, layout: Layout | None) -> ChunkKV:
@@ -210,13 +213,13 @@ class Store:
         """Take a chunk that was read and verified into memory, and write its bytes to the nearer tiers."""
         if self._deletions != entry.deletions:
             return chunk
-        content = entry.source.release() if isinstance(entry.source, RecordedSource) else None
+        content = entry.content
         if content is not None:
             for tier in self._nearer(entry.tier):
-                self._write(tier, entry.key, lambda: [content])
+                self._write(tier, entry.key, lambda: [memoryview(content)])
         return self._cache(chunk)
 
-    def refuse_entry(self, tier: Tier, key: ChunkKey, source: Source | None, fault: BaseException) -> str:
+    def refuse_entry(self, tier: Tier, key: ChunkKey, fault: BaseException) -> str:
         """Count what is wrong with an entry, warn of it, and remove what can never become good; gives the reason."""
         reason = "io" if isinstance(fault, OSError) else "memory"
         if isinstance(fault, EntryFault):
@@ -227,7 +230,7 @@ class Store:
         else:
             self.counts.warn(key.digest, f"stored chunk {key.digest} is not used and will be computed again: {fault}")
         if isinstance(fault, EntryFault) and (fault.corrupt or reason == "kind"):  # one of our kind takes its name
-            self._discard(tier, self.name(key.digest), source)
+            self._discard(tier, self.name(key.digest))
         return reason
 
     # Writing
@@ -283,7 +286,7 @@ class Store:
             removed = [self.memory.delete(digest)]
             try:
                 for tier in self.tiers:
-                    removed.append(self._delete(tier, self.name(digest), None))
+                    removed.append(self._delete(tier, self.name(digest)))
             except OSError as error:
                 raise StoreError(
                     f"chunk {digest} cannot be removed: {error}. Check who owns the files of the store."
@@ -537,19 +540,19 @@ class Store:
         finally:
             capacity.settle(nbytes, stored=is_stored)
 
-    def _delete(self, tier: Tier, name: str, source: Source | None) -> bool:
+    def _delete(self, tier: Tier, name: str) -> bool:
         stat = tier.stat(name) if tier.is_local else None
-        removed = tier.delete(name, source)
+        removed = tier.delete(name)
         if removed:
             self.index.touch()
             self.capacities[tier.name].removed(stat.nbytes if stat else 0)
         return removed
 
-    def _discard(self, tier: Tier, name: str, source: Source | None) -> bool:
-        """Remove a damaged entry, unless another process has put a good one in its place."""
+    def _discard(self, tier: Tier, name: str) -> bool:
+        """Remove a damaged entry. A good one that came in its place meanwhile is computed again."""
         removed = False
         with contextlib.suppress(OSError):
-            removed = self._delete(tier, name, source)
+            removed = self._delete(tier, name)
             self.counts.count("removed", "corrupt", int(removed))
         return removed
 
@@ -564,7 +567,7 @@ class Store:
             self.format.open(source, key, None).read()
             return CheckResult(digest, tier.name, source.stat.nbytes)
         except EntryFault as fault:
-            removed = repair and fault.corrupt and self._discard(tier, name, source)
+            removed = repair and fault.corrupt and self._discard(tier, name)
             return CheckResult(digest, tier.name, source.stat.nbytes if source else 0, fault.reason, removed)
         except (OSError, MemoryError) as error:
             return CheckResult(digest, tier.name, 0, type(error).__name__)
@@ -647,37 +650,3 @@ class Store:
                 page = []
         self.index.add(page)
         return not is_over
-
-
-class RecordedSource:
-    """An opened object in front of another one, read from its first byte on; no byte of it is read twice."""
-
-    def __init__(self, source: Source) -> None:
-        self.stat = source.stat
-        self.identity = source.identity
-        self._source = source
-        # takes memory only as it is filled: whether the size is a sane one turns out when the header is read
-        self._content = np.empty(source.stat.nbytes, np.uint8).data
-        self._filled = 0  # bytes of it that were read, from the first on
-
-    def read_into(self, start: int, target: memoryview) -> None:
-        """Fill `target` with the bytes from `start` on; raises EntryFault("truncated") if there are fewer."""
-        stop = start + len(target)
-        if stop > self.stat.nbytes:
-            raise EntryFault("truncated", f"the bytes end {stop - self.stat.nbytes} too early")
-        if stop > self._filled:
-            self._source.read_into(self._filled, self._content[self._filled : stop])
-            self._filled = stop
-        target[:] = self._content[start:stop]
-
-    def release(self) -> memoryview | None:
-        """Hand the whole object over, or None if some of it was not read."""
-        content = self._content
-        is_whole = self._filled == self.stat.nbytes
-        self._content = memoryview(b"")
-        self._filled = 0
-        return content if is_whole else None
-
-    def close(self) -> None:
-        """Close the object; its bytes stay until they are released. Closing twice is allowed."""
-        self._source.close()

@@ -210,7 +210,7 @@ class StreamReader(LayerReader):
             store.promote(contents.chunk(layers, tables), entry)
 
         def refuse(fault: BaseException) -> None:
-            store.counts.count("misses", store.refuse_entry(tier, entry.key, source, fault))
+            store.counts.count("misses", store.refuse_entry(tier, entry.key, fault))
 
         layers = StreamedLayers(len(contents.layer_table), read, complete, refuse, self.patience_s)
         finalize(layers, source.close).atexit = False  # also after a fault, or if a request ends early

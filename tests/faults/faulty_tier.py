@@ -48,7 +48,6 @@ class _FaultySource:
 
     def __init__(self, source: Source, owner: "FaultyTier") -> None:
         self.stat = source.stat
-        self.identity = source.identity
         self._source = source
         self._owner = owner
 
@@ -136,9 +135,9 @@ class FaultyTier(WrappedTier):
             content[bit // 8] ^= 1 << bit % 8
         self.tier.put(name, [memoryview(content)])
 
-    def delete(self, name: str, source: Source | None = None) -> bool:
+    def delete(self, name: str) -> bool:
         self.draw("delete")
-        return self.tier.delete(name, source)
+        return self.tier.delete(name)
 
     def listing(self, prefix: str = "") -> Iterator[tuple[str, ObjectStat]]:
         self.draw("names")

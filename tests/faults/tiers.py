@@ -15,7 +15,7 @@ from hf_blend import plugins
 from hf_blend.errors import StoreError
 from hf_blend.store import ChunkKV, ChunkStore
 from hf_blend.store.tiers.base import ObjectStat
-from hf_blend.store.tiers.remote import RemoteObject, RemoteTier
+from hf_blend.store.tiers.remote import RemoteTier
 
 from .damage import clear, damaged
 from .entries import asked
@@ -36,11 +36,11 @@ class FaultyServer(RemoteTier):
         self.sent = 0  # bytes of objects, since it was opened
         self._answers, self._fails_at = 0, self.draw.randrange(3)
 
-    def ask_stat(self, name: str) -> RemoteObject | None:
+    def ask_stat(self, name: str) -> ObjectStat | None:
         content = self.objects.get(name)
         if content is None or (self._is_over(content) and self.way.startswith("gone")):
             return None
-        return RemoteObject(ObjectStat(len(content), 0.0), hash(content))
+        return ObjectStat(len(content), 0.0)
 
     def ask_bytes(self, name: str, start: int, stop: int) -> bytes:
         content = self.objects[name]
@@ -57,7 +57,7 @@ class FaultyServer(RemoteTier):
     def ask_put(self, name: str, content: bytes) -> None:
         self.objects[name] = content
 
-    def ask_delete(self, name: str, identity: object) -> bool:
+    def ask_delete(self, name: str) -> bool:
         return self.objects.pop(name, None) is not None
 
     def ask_all(self) -> Mapping[str, ObjectStat]:

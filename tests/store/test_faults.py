@@ -11,7 +11,7 @@ import faults
 import pytest
 
 from hf_blend.store import format
-from hf_blend.store.store import RecordedSource
+from hf_blend.store.store import Store
 from tests.conftest import slow_but
 from tests.faults.fault import Verdict
 from tests.faults.run import CLASSES, ROUND, Run
@@ -74,12 +74,15 @@ def without_digests(patch: pytest.MonkeyPatch) -> None:
 def without_one_reading(patch: pytest.MonkeyPatch) -> None:
     """What is written to the disk was not verified: it is what a server sends when it is asked once more."""
 
-    def release(self: RecordedSource) -> memoryview:
-        content = bytearray(self.stat.nbytes)
-        self._source.read_into(0, memoryview(content))
-        return memoryview(content)
+    promote = Store.promote
 
-    patch.setattr(RecordedSource, "release", release)
+    def promote_unread(self: Store, chunk: Any, entry: Any) -> Any:
+        if entry.content is not None:
+            source = entry.tier.open(self.name(entry.key.digest))
+            source.read_into(0, memoryview(entry.content))
+        return promote(self, chunk, entry)
+
+    patch.setattr(Store, "promote", promote_unread)
 
 
 TAKEN_OUT: dict[str, tuple[set[str], Callable[[pytest.MonkeyPatch], None]]] = {  # who finds it; what takes it out

@@ -67,7 +67,7 @@ class PartialReader(LayerReader):
             return chunk
 
         def replace(fault: BaseException, recompute: Recompute | None) -> ChunkKV:
-            self._store.refuse_entry(entry.tier, entry.key, entry.source, fault)
+            self._store.refuse_entry(entry.tier, entry.key, fault)
             if recompute is None:
                 raise fault
             computed = recompute()

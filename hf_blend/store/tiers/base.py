@@ -64,7 +64,6 @@ class Source(Protocol):
     """
 
     stat: ObjectStat
-    identity: object  # equal for two sources of one object, different once the object was replaced
 
     def read_into(self, start: int, target: memoryview) -> None:
         """Fill `target` with the bytes from `start` on; raises EntryFault("truncated") if there are fewer."""
@@ -76,10 +75,9 @@ class Source(Protocol):
 class BytesSource:
     """An opened object that is bytes."""
 
-    def __init__(self, content: bytes | memoryview, stat: ObjectStat | None = None) -> None:
+    def __init__(self, content: bytes | bytearray, stat: ObjectStat | None = None) -> None:
         self.content = content
         self.stat = stat or ObjectStat(len(content), 0.0)
-        self.identity: object = id(content)
 
     def read_into(self, start: int, target: memoryview) -> None:
         """Fill `target` with the bytes from `start` on; raises EntryFault("truncated") if there are fewer."""
@@ -117,8 +115,8 @@ class Tier(ABC):
         """Store the parts one after the other, in place of what is there; visible only when complete."""
 
     @abstractmethod
-    def delete(self, name: str, source: Source | None = None) -> bool:
-        """Remove an object; with `source`, only if it is still that one. False if there was nothing to remove."""
+    def delete(self, name: str) -> bool:
+        """Remove an object; False if there was nothing to remove."""
 
     @abstractmethod
     def stat(self, name: str) -> ObjectStat | None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from ...errors import StoreError
-from .base import ObjectStat, Source, Tier, check_name
+from .base import ObjectStat, Tier, check_name
 from .files import FileSource, open_regular, sync_directory, write_atomically
 
 __all__ = ["DiskTier"]
@@ -55,13 +55,10 @@ class DiskTier(Tier):
             os.rmdir(path)  # a folder in its place gives way if it is empty; the rename refuses another one
         write_atomically(path, parts, durable=self._durable, folder=incoming)
 
-    def delete(self, name: str, source: Source | None = None) -> bool:
-        """Remove an object, so that it does not come back; with `source` only if the name still leads to that file."""
+    def delete(self, name: str) -> bool:
+        """Remove an object, so that it does not come back."""
         path = self.path(name)
         try:
-            info = os.lstat(path)
-            if source is not None and (info.st_dev, info.st_ino) != source.identity:
-                return False
             os.unlink(path)
             if self._durable:
                 sync_directory(path.parent)

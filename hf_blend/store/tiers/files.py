@@ -25,7 +25,6 @@ class FileSource:
     def __init__(self, handle: int, info: os.stat_result) -> None:
         self._handle = handle
         self.stat = ObjectStat(info.st_size, info.st_mtime, info.st_atime)
-        self.identity: object = (info.st_dev, info.st_ino)
 
     def read_into(self, start: int, target: memoryview) -> None:
         """Fill `target` from the bytes at `start`."""

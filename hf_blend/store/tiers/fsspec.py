@@ -14,7 +14,7 @@ import fsspec
 
 from ...errors import ConfigError, MissingExtraError
 from .base import EntryFault, ObjectStat, Tier, is_name
-from .remote import RefusedError, RemoteObject, RemoteTier
+from .remote import RefusedError, RemoteTier
 
 __all__ = ["FsspecTier"]
 
@@ -24,8 +24,7 @@ _NO_STORAGE = frozenset(  # file systems inside others, or of one document
     "async_wrapper asyncwrapper asynclocal blockcache cached dask data dir filecache generic gist git github jlab "
     "jupyter libarchive pyscript reference root simplecache tar zip".split()
 )
-_TIMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
-_IDENTITY = ("ETag", "etag", "ino", "size", *_TIMES)
+_TIMES = ("mtime", "LastModified", "last_modified", "updated")
 _WAIT_S = 5.0  # for a connection, and for each part of an answer
 
 
@@ -65,14 +64,14 @@ class FsspecTier(RemoteTier, Tier):
         """Open the tier that a URL names; connects only when it is first used."""
         return cls(url)
 
-    def ask_stat(self, name: str) -> RemoteObject | None:
-        """Ask for size, time and tag of a file."""
+    def ask_stat(self, name: str) -> ObjectStat | None:
+        """Ask for size and time of a file."""
         info = self._info(self._path(name))
         if info is None:
             return None
         if not _is_file(info):
             raise EntryFault("foreign", f"a {info['type']} is in the place of an object", corrupt=False)
-        return RemoteObject(_stat(info), tuple(str(info.get(field)) for field in _IDENTITY))
+        return _stat(info)
 
     def ask_bytes(self, name: str, start: int, stop: int) -> bytes:
         """Read a range of a file."""
@@ -96,10 +95,10 @@ class FsspecTier(RemoteTier, Tier):
                 self._files.rm_file(unfinished)
             raise
 
-    def ask_delete(self, name: str, identity: object) -> bool:
+    def ask_delete(self, name: str) -> bool:
         """Remove a file."""
-        entry = self.ask_stat(name)
-        if entry is None or (identity is not None and identity != entry.identity):
+        info = self._info(self._path(name))
+        if info is None or not _is_file(info):
             return False
         self._files.rm_file(self._path(name))
         return True
@@ -144,16 +143,9 @@ def _is_file(info: Mapping[str, Any]) -> bool:
 
 
 def _stat(info: Mapping[str, Any]) -> ObjectStat:
-    """Size and time; where a file system tells no time, an object is never old."""
-    nbytes, created = int(info["size"] or 0), time.time()
-    for field in _TIMES:
-        value = info.get(field)
-        if isinstance(value, str):
-            with contextlib.suppress(ValueError):
-                value = datetime.fromisoformat(value)
-        if isinstance(value, datetime):
-            value = value.timestamp()
-        if isinstance(value, int | float):
-            created = float(value)
-            break
-    return ObjectStat(nbytes, created, created)
+    """Size and time; the time of now where a file system tells none."""
+    found = next((info[name] for name in _TIMES if info.get(name)), None)
+    created = found.timestamp() if isinstance(found, datetime) else found
+    if not isinstance(created, int | float):
+        created = time.time()
+    return ObjectStat(int(info["size"] or 0), created, created)

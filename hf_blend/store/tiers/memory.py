@@ -30,14 +30,9 @@ class MemoryTier(Tier):
         content, now_s = b"".join(parts), time.time()
         self.objects[check_name(name)] = BytesSource(content, ObjectStat(len(content), now_s, now_s))
 
-    def delete(self, name: str, source: Source | None = None) -> bool:
-        """Remove an object; with `source`, only if it is still that one."""
-        with self._lock:
-            entry = self.objects.get(name)
-            if entry is None or (source is not None and source.identity != entry.identity):
-                return False
-            del self.objects[name]
-        return True
+    def delete(self, name: str) -> bool:
+        """Remove an object; False if there was nothing to remove."""
+        return self.objects.pop(name, None) is not None
 
     def stat(self, name: str) -> ObjectStat | None:
         """Look an object up."""

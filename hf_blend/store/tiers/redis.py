@@ -4,25 +4,23 @@
 
 import contextlib
 import errno
-import struct
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...errors import ConfigError, import_extra
 from .base import EntryFault, ObjectStat, Tier, is_name
-from .remote import RefusedError, RemoteObject, RemoteTier
+from .remote import RefusedError, RemoteTier
 
 __all__ = ["RedisTier"]
 
 _PREFIX = "hf_blend:"
 _WAIT_S = 5.0  # for a connection, and for each part of an answer
-_STAMP = struct.Struct("<d")  # the time of writing, in front of the bytes
 _PAGE = 1000
 
 
 class RedisTier(RemoteTier, Tier):
-    """An object is one value. Eviction, and how much there may be, is the server's (`maxmemory`)."""
+    """An object is one value. Eviction, and how much there may be, is the server's (`maxmemory`); it keeps no times."""
 
     schemes = ("redis", "rediss", "valkey", "valkeys")
 
@@ -46,34 +44,25 @@ class RedisTier(RemoteTier, Tier):
         """Open the tier that a URL names; connects only when it is first used."""
         return cls(url)
 
-    def ask_stat(self, name: str) -> RemoteObject | None:
-        """Ask for length and time of a value."""
-        with self._translated(), self._client.pipeline(transaction=False) as pipeline:
-            pipeline.strlen(_PREFIX + name)
-            pipeline.getrange(_PREFIX + name, 0, _STAMP.size - 1)
-            nbytes, stamp = pipeline.execute()
-        if not nbytes:
-            return None
-        return _parse(nbytes, stamp)
+    def ask_stat(self, name: str) -> ObjectStat | None:
+        """Ask for the length of a value."""
+        with self._translated():
+            nbytes = self._client.strlen(_PREFIX + name)
+        return ObjectStat(nbytes, time.time()) if nbytes else None
 
     def ask_bytes(self, name: str, start: int, stop: int) -> bytes:
         """Read a part of a value."""
         with self._translated():
-            content: bytes = self._client.getrange(_PREFIX + name, start + _STAMP.size, stop + _STAMP.size - 1)
+            content: bytes = self._client.getrange(_PREFIX + name, start, stop - 1)
         return content
 
     def ask_put(self, name: str, content: bytes) -> None:
         """Set the value; what is no object of ours gives way, of whatever type."""
         with self._translated():
-            self._client.set(_PREFIX + name, _STAMP.pack(time.time()) + content)
+            self._client.set(_PREFIX + name, content)
 
-    def ask_delete(self, name: str, identity: object) -> bool:
+    def ask_delete(self, name: str) -> bool:
         """Remove a value."""
-        if identity is not None:
-            with contextlib.suppress(EntryFault):
-                entry = self.ask_stat(name)
-                if entry is None or entry.identity != identity:
-                    return False
         with self._translated():
             return bool(self._client.unlink(_PREFIX + name))
 
@@ -85,8 +74,8 @@ class RedisTier(RemoteTier, Tier):
             for name in [key.decode("ascii", "replace").removeprefix(_PREFIX) for key in keys]:
                 if is_name(name):
                     with contextlib.suppress(EntryFault):
-                        if entry := self.ask_stat(name):
-                            found[name] = entry.stat
+                        if stat := self.ask_stat(name):
+                            found[name] = stat
         return found
 
     def close(self) -> None:
@@ -106,9 +95,3 @@ class RedisTier(RemoteTier, Tier):
         except self._redis.exceptions.RedisError as error:
             raise ConnectionError(errno.EIO, f"{type(error).__name__}: {error}") from error
 
-
-def _parse(nbytes: int, stamp: bytes) -> RemoteObject:
-    if len(stamp) < _STAMP.size:
-        raise EntryFault("format", f"a value of {nbytes} bytes is not one of this library")
-    (created,) = _STAMP.unpack(stamp)
-    return RemoteObject(ObjectStat(nbytes - _STAMP.size, created, created), stamp)

@@ -7,13 +7,12 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 from . import base
 from .base import EntryFault, ObjectStat, Source, check_name
 
-__all__ = ["AWAY_S", "RefusedError", "RemoteObject", "RemoteTier"]
+__all__ = ["AWAY_S", "RefusedError", "RemoteTier"]
 
 Answer = TypeVar("Answer")
 AWAY_S = 5.0  # after a call that failed on its way the server is not asked for so long
@@ -30,23 +29,14 @@ _ANSWERS = (FileNotFoundError, FileExistsError, IsADirectoryError, PermissionErr
 _ANSWER_CODES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ELOOP, errno.ENOTDIR, errno.ENAMETOOLONG)
 
 
-@dataclass(frozen=True)
-class RemoteObject:
-    """An object as the server describes it; `identity` differs between two versions of it, and only then."""
-
-    stat: ObjectStat
-    identity: object
-
-
 class RemoteSource:
     """An opened object, of which a piece is in memory."""
 
-    def __init__(self, entry: RemoteObject, fetch: Callable[[int, int], bytes]) -> None:
-        self.stat = entry.stat
-        self.identity = entry.identity
+    def __init__(self, stat: ObjectStat, fetch: Callable[[int, int], bytes]) -> None:
+        self.stat = stat
         self._fetch = fetch
         self._start = 0  # of the piece
-        self._piece = fetch(0, min(HEAD_BYTES, entry.stat.nbytes)) if entry.stat.nbytes else b""
+        self._piece = fetch(0, min(HEAD_BYTES, stat.nbytes)) if stat.nbytes else b""
 
     def read_into(self, start: int, target: memoryview) -> None:
         """Fill `target` with the bytes from `start` on; raises EntryFault("truncated") if there are fewer."""
@@ -93,10 +83,10 @@ class RemoteTier(base.Tier):  # no plugin: that is what imports `Tier` itself
     def open(self, name: str) -> Source | None:
         """Open an object and read its first bytes, or give None if there is none."""
         check_name(name)
-        entry = self._ask(lambda: self.ask_stat(name))
-        if entry is None:
+        found = self._ask(lambda: self.ask_stat(name))
+        if found is None:
             return None
-        return RemoteSource(entry, lambda start, stop: self._ask(lambda: self.ask_bytes(name, start, stop)))
+        return RemoteSource(found, lambda start, stop: self._ask(lambda: self.ask_bytes(name, start, stop)))
 
     def put(self, name: str, parts: Sequence[memoryview]) -> None:
         """Store the parts one after the other."""
@@ -106,24 +96,19 @@ class RemoteTier(base.Tier):  # no plugin: that is what imports `Tier` itself
         now_s = time.time()
         self._listed[name] = ObjectStat(len(content), now_s, now_s)
 
-    def delete(self, name: str, source: Source | None = None) -> bool:
-        """Remove an object; with `source`, only if it is still that one. False if there was nothing to remove."""
+    def delete(self, name: str) -> bool:
+        """Remove an object; False if there was nothing to remove."""
         check_name(name)
-        identity = None if source is None else source.identity
         self._listed.pop(name, None)
-        try:
-            return self._ask(lambda: self.ask_delete(name, identity))
-        except EntryFault:  # no object of ours
-            return False
+        return self._ask(lambda: self.ask_delete(name))
 
     def stat(self, name: str) -> ObjectStat | None:
         """Look an object up; what is no object of ours is none."""
         check_name(name)
         try:
-            entry = self._ask(lambda: self.ask_stat(name))
+            return self._ask(lambda: self.ask_stat(name))
         except EntryFault:
             return None
-        return entry.stat if entry else None
 
     def contains(self, name: str) -> bool:
         """Say whether an object is there, as of some seconds ago."""
@@ -143,7 +128,7 @@ class RemoteTier(base.Tier):  # no plugin: that is what imports `Tier` itself
                 yield name, found
 
     @abstractmethod
-    def ask_stat(self, name: str) -> RemoteObject | None:
+    def ask_stat(self, name: str) -> ObjectStat | None:
         """Look an object up; raises EntryFault("foreign") for something else in its place."""
 
     @abstractmethod
@@ -155,8 +140,8 @@ class RemoteTier(base.Tier):  # no plugin: that is what imports `Tier` itself
         """Store an object, visible only when complete."""
 
     @abstractmethod
-    def ask_delete(self, name: str, identity: object) -> bool:
-        """Remove an object, with `identity` only if it is still that one; False if there was nothing to remove."""
+    def ask_delete(self, name: str) -> bool:
+        """Remove an object; False if there was nothing to remove."""
 
     @abstractmethod
     def ask_all(self) -> Mapping[str, ObjectStat]:
