@@ -34,9 +34,7 @@ __all__ = ["CheckResult", "EntryInfo", "OpenEntry", "Store"]
 
 logger = logging.getLogger(__name__)
 
-_COUNTED = (
-    *("hits", "misses", "loaded_bytes", "load_failures", "stored", "store_failures", "evicted", "removed"),
-)
+_COUNTED = (*("hits", "misses", "loaded_bytes", "load_failures", "stored", "store_failures", "evicted", "removed"),)
 _TIMED = ("load_seconds", "store_seconds")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _PAGE = 500  # entries that are read before they are listed

@@ -73,7 +73,6 @@ def without_digests(patch: pytest.MonkeyPatch) -> None:
 
 def without_one_reading(patch: pytest.MonkeyPatch) -> None:
     """What is written to the disk was not verified: it is what a server sends when it is asked once more."""
-
     promote = Store.promote
 
     def promote_unread(self: Store, chunk: Any, entry: Any) -> Any:

@@ -94,4 +94,3 @@ class RedisTier(RemoteTier, Tier):
             raise RefusedError(errno.EIO, f"the server refuses: {error}") from error
         except self._redis.exceptions.RedisError as error:
             raise ConnectionError(errno.EIO, f"{type(error).__name__}: {error}") from error
-
