@@ -20,7 +20,7 @@ _PAGE = 1000
 
 
 class RedisTier(RemoteTier, Tier):
-    """An object is one value. Eviction, and how much there may be, is the server's (`maxmemory`); it keeps no times."""
+    """An object is one value. Eviction, and how much there may be, is the server's (`maxmemory`); it has no times."""
 
     schemes = ("redis", "rediss", "valkey", "valkeys")
 
