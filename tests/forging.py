@@ -35,8 +35,10 @@ class Forge:
         begin = f'{{"__metadata__":{{"format":"{kind}","seal":"'.encode()
         text = rest.encode("utf-8", "surrogatepass")
         size = len(begin) + len(self.seal()) + len(text)
-        text += b" " * (-(8 + size) % 64)
-        start = (size + -(8 + size) % 64).to_bytes(8, "little") + begin
+        spaces = -(8 + size) % 64
+        text += b" " * spaces
+        size += spaces
+        start = size.to_bytes(8, "little") + begin
         return start + self.seal(start, text) + text
 
     def digests(self, rows: Sequence[Row]) -> str:
@@ -51,15 +53,15 @@ class Forge:
             plan = {"dtype": dtype, "shape": shape, "data_offsets": [start, start + len(data)]}
             plans += f",{compact(name)}:{compact(plan)}"
             start += len(data)
-        return self.header('",' + compact(about)[1:] + plans + "}", kind) + b"".join(row[3] for row in rows)
+        header = self.header(f'",{compact(about)[1:]}{plans}}}', kind)
+        return header + b"".join(row[3] for row in rows)
 
     def tensors(self, chunk: Any) -> list[Row]:
         """What an entry of a chunk holds, as it was computed."""
-        ids = [
-            ("token_ids", torch.tensor(chunk.key.token_ids)),
-            ("chunk_prefix_ids", torch.tensor(chunk.key.chunk_prefix_ids).long()),
-        ]
-        return [self.row(name, tensor) for name, tensor in [*ids, *chunk.named_tensors()]]
+        key = chunk.key
+        ids = self.row("token_ids", torch.tensor(key.token_ids))
+        prefix = self.row("chunk_prefix_ids", torch.tensor(key.chunk_prefix_ids).long())
+        return [ids, prefix, *(self.row(*named) for named in chunk.named_tensors())]
 
     def row(self, name: str, tensor: torch.Tensor) -> Row:
         """One tensor."""
@@ -69,18 +71,25 @@ class Forge:
     def __call__(self, chunk: Any, tensors: Any = None, **changes: Any) -> bytes:
         """An entry under the key of a chunk, whose tensors and texts may be others, of any type."""
         rows = self.tensors(chunk) if tensors is None else list(tensors)
-        space = hashlib.sha256(b"hf_blend.namespace/1\0" + chunk.key.namespace.encode()).hexdigest()
-        about = {"provenance": "isolated", "key": chunk.key.digest, "fingerprint": chunk.key.fingerprint}
-        about |= {"namespace": space, "codec": "raw", "canary": chunk.canary}
-        about |= {"layer_table": compact(chunk.layer_table), "digests": self.digests(rows)}
-        return self.entry(CHUNK, {**about, **changes}, rows)
+        key = chunk.key
+        space = b"hf_blend.namespace/1\0" + key.namespace.encode()
+        about = {"provenance": "isolated", "key": key.digest, "fingerprint": key.fingerprint}
+        about["namespace"] = hashlib.sha256(space).hexdigest()
+        about["codec"] = "raw"
+        about["canary"] = chunk.canary
+        about["layer_table"] = compact(chunk.layer_table)
+        about["digests"] = self.digests(rows)
+        return self.entry(CHUNK, about | changes, rows)
 
     def padded(self, tensors: Sequence[Row]) -> list[Row]:
         """Rows whose bytes were cut or filled up to what dtype and shape say."""
         widths = {"F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I64": 8, "F64": 8}
-        sizes = [math.prod(shape) * widths.get(dtype, 1) for _, dtype, shape, _ in tensors]
-        pairs = zip(tensors, sizes, strict=True)
-        return [(name, dtype, shape, (data + bytes(size))[:size]) for (name, dtype, shape, data), size in pairs]
+        rows = []
+        for name, dtype, shape, data in tensors:
+            size = math.prod(shape) * widths.get(dtype, 1)
+            filled = data + bytes(size)
+            rows.append((name, dtype, shape, filled[:size]))
+        return rows
 
 
 def forged(kind: str, about: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> bytes:
@@ -88,6 +97,30 @@ def forged(kind: str, about: Mapping[str, str], tensors: Mapping[str, torch.Tens
     forge = Forge()
     rows = [forge.row(name, tensor) for name, tensor in tensors.items()]
     return forge.entry(kind, {**about, "digests": forge.digests(rows)}, rows)
+
+
+def keys_of_nan(state: dict[str, torch.Tensor]) -> None:
+    """NaN among the keys of a session."""
+    state["layer.0.k"].fill_(math.nan)
+
+
+def values_without_head(state: dict[str, torch.Tensor]) -> None:
+    """A head less among the values of a session."""
+    state["layer.0.v"] = state["layer.0.v"][:1]
+
+
+def layer_less(state: dict[str, torch.Tensor]) -> None:
+    """A session without its last layer."""
+    del state["layer.3.k"]
+    del state["layer.3.v"]
+
+
+def no_ids(state: dict[str, torch.Tensor]) -> None:
+    """A session whose tokens are not named."""
+    del state["ids"]
+
+
+SESSIONS = (keys_of_nan, values_without_head, layer_less, no_ids)
 
 
 def sealed_header(kind: str, rest: bytes) -> bytes:

@@ -14,7 +14,7 @@ from worlds import REFERENCE
 from hf_blend import SequenceCache, StoreError
 from hf_blend.context.session import load_session, save_session
 from tests.asking import prompt
-from tests.forging import forged, sealed_header, taken_apart
+from tests.forging import SESSIONS, forged, sealed_header, taken_apart
 from tests.sequences import fed, filled
 
 KIND = "hf_blend.session/3"
@@ -48,13 +48,13 @@ def check_refused(cache, path, changes):
     content = path.read_bytes()
     before = bits_of(cache)
     assert forged(KIND, *taken_apart(content)) == content
-    for name, change in changes.items():
+    for change in changes:
         about, state = taken_apart(content)
         change(state)
         path.write_bytes(forged(KIND, about, state))
         with pytest.raises(StoreError, match="holds what no session of this model holds"):
             load_session(cache, path)
-        assert same(bits_of(cache), before), name
+        assert same(bits_of(cache), before), change
 
 
 def test_round_trip_is_bit_exact_and_goes_on_same(tmp_path, tokenizer):
@@ -110,17 +110,30 @@ def test_other_files_are_refused(tmp_path):
         save_session(cache, tmp_path / "no" / "folder")
 
 
-CRAFTED = {
-    "NaN": lambda state: state["layer.0.k"].fill_(float("nan")),
-    "sixteen bits": lambda state: state.update({"layer.0.k": state["layer.0.k"].half()}),
-    "a layer less": lambda state: [state.pop(f"layer.3.{part}") for part in "kv"],
-    "no ids": lambda state: state.pop("ids"),
-    "a cell that is not there": lambda state: state["sequence.0"][0, 0].fill_(10**6),
-    "a token twice": lambda state: state["sequence.0"][0].fill_(1),
-    "a position beyond all": lambda state: state["sequence.0"][1].fill_(1 << 40),
-    "a sequence of one row": lambda state: state.update({"sequence.0": state["sequence.0"][:1]}),
-    "an active sequence below nothing": lambda state: state["active"].fill_(-1),
-}
+def cell_that_is_not_there(state):
+    state["sequence.0"][0, 0] = 10**6
+
+
+def token_twice(state):
+    state["sequence.0"][0] = 1
+
+
+def position_beyond_all(state):
+    state["sequence.0"][1] = 1 << 40
+
+
+def sequence_of_one_row(state):
+    state["sequence.0"] = state["sequence.0"][:1]
+
+
+def active_sequence_below_nothing(state):
+    state["active"].fill_(-1)
+
+
+CRAFTED = (
+    *SESSIONS, cell_that_is_not_there, token_twice, position_beyond_all, sequence_of_one_row,
+    active_sequence_below_nothing,
+)  # fmt: skip
 
 
 def test_crafted_session_is_refused_and_leaves_cache_alone(tmp_path):
@@ -128,7 +141,7 @@ def test_crafted_session_is_refused_and_leaves_cache_alone(tmp_path):
     cache = conversation(tokens=12)
     save_session(conversation(), path)
     check_refused(cache, path, CRAFTED)
-    for header in (b"{", b"[]", b"5", b"[" * 100_000, b'{"__metadata__":5}', b"\xff", b"{}"):
+    for header in (b"{", b"[]", b"[" * 100_000, b'{"__metadata__":5}', b"\xff"):
         path.write_bytes(sealed_header(KIND, b'",' + header))
         with pytest.raises(StoreError, match="Save it again"):
             load_session(cache, path)

@@ -16,10 +16,10 @@ PAGE = 512
 def damaged(draw: random.Random, good: bytes, other: bytes) -> tuple[str, bytes]:
     """Damage bytes in a way that is drawn; half of the time one bit."""
     while True:
-        kind = "bit" if draw.random() < 0.5 else draw.choice(list(BYTES))
-        bad = BYTES[kind](draw, good, other)
+        damage = _bit if draw.random() < 0.5 else draw.choice(BYTES)
+        bad = damage(draw, good, other)
         if bad != good:
-            return kind, bad
+            return damage.__name__, bad
 
 
 def header_of(content: bytes) -> bytes:
@@ -29,15 +29,19 @@ def header_of(content: bytes) -> bytes:
 
 def body_of(content: bytes) -> bytes:
     """What follows it."""
-    return content[8 + int.from_bytes(content[:8], "little") :]
+    return content[8 + len(header_of(content)) :]
 
 
 def tensors_of(content: bytes) -> dict[str, tuple[int, int]]:
     """Where each tensor of a safetensors file lies in it: first byte and the one behind the last."""
-    start = 8 + len(header_of(content))
-    rows = json.loads(header_of(content))
-    places = {name: row["data_offsets"] for name, row in rows.items() if name != "__metadata__"}
-    return {name: (start + first, start + last) for name, (first, last) in places.items()}
+    header = header_of(content)
+    start = 8 + len(header)
+    places = {}
+    for name, row in json.loads(header).items():
+        if name != "__metadata__":
+            first, last = row["data_offsets"]
+            places[name] = (start + first, start + last)
+    return places
 
 
 def _bit(draw: random.Random, good: bytes, _: bytes) -> bytes:
@@ -47,34 +51,74 @@ def _bit(draw: random.Random, good: bytes, _: bytes) -> bytes:
     return bytes(bad)
 
 
-def _bits(draw: random.Random, good: bytes, other: bytes) -> bytes:
-    for _ in range(draw.randint(2, 8)):
-        good = _bit(draw, good, other)
-    return good
-
-
-def _stretch(draw: random.Random, good: bytes, filling: Callable[[int], bytes]) -> bytes:
+def _noise(draw: random.Random, good: bytes, _: bytes) -> bytes:
     start = draw.randrange(len(good))
-    stop = min(len(good), start + draw.choice((1, 8, 64, 512, 4096, 65536)))
-    return good[:start] + filling(stop - start) + good[stop:]
+    length = draw.choice((1, 8, 64, 512, 4096, 65536))
+    noise = draw.randbytes(length)
+    return (good[:start] + noise + good[start + length :])[: len(good)]
 
 
-def _page(draw: random.Random, good: bytes, source: bytes, there: int | None = None) -> bytes:
-    """A page of `source`, that of the same place or of another."""
+def _zeros(draw: random.Random, good: bytes, _: bytes) -> bytes:
+    start = draw.randrange(len(good))
+    length = draw.choice((1, 8, 64, 512, 4096, 65536))
+    return (good[:start] + bytes(length) + good[start + length :])[: len(good)]
+
+
+def _page_moved(draw: random.Random, good: bytes, _: bytes) -> bytes:
+    """A page stands where another was."""
+    pages = max(1, len(good) // PAGE)
+    here = draw.randrange(pages) * PAGE
+    there = draw.randrange(pages) * PAGE
+    page = good[there : there + PAGE]
+    return (good[:here] + page + good[here + PAGE :])[: len(good)]
+
+
+def _page_of_other(draw: random.Random, good: bytes, other: bytes) -> bytes:
     here = draw.randrange(max(1, len(good) // PAGE)) * PAGE
-    there = here if there is None else there
-    return (good[:here] + source[there : there + PAGE] + good[here + PAGE :])[: len(good)]
+    page = other[here : here + PAGE]
+    return (good[:here] + page + good[here + PAGE :])[: len(good)]
 
 
-def _shifted(draw: random.Random, good: bytes, _: bytes) -> bytes:
+def _byte_more(draw: random.Random, good: bytes, _: bytes) -> bytes:
     here = draw.randrange(len(good))
-    return good[:here] + draw.randbytes(1) + good[here:-1] if draw.random() < 0.5 else good[:here] + good[here + 1 :]
+    return good[:here] + draw.randbytes(1) + good[here:-1]
 
 
-def _from(draw: random.Random, good: bytes, tail: Callable[[int], bytes]) -> bytes:
-    """The bytes up to a place that is drawn, and others behind it."""
+def _byte_less(draw: random.Random, good: bytes, _: bytes) -> bytes:
     here = draw.randrange(len(good))
-    return good[:here] + tail(here)
+    return good[:here] + good[here + 1 :]
+
+
+def _cut(draw: random.Random, good: bytes, _: bytes) -> bytes:
+    here = draw.randrange(len(good))
+    return good[:here]
+
+
+def _empty(draw: random.Random, good: bytes, _: bytes) -> bytes:
+    return b""
+
+
+def _zero_tail(draw: random.Random, good: bytes, _: bytes) -> bytes:
+    here = draw.randrange(len(good))
+    return good[:here] + bytes(len(good) - here)
+
+
+def _torn(draw: random.Random, good: bytes, other: bytes) -> bytes:
+    here = draw.randrange(len(good))
+    return good[:here] + other[here:]
+
+
+def _longer(draw: random.Random, good: bytes, _: bytes) -> bytes:
+    return good + draw.randbytes(draw.randint(1, 5000))
+
+
+def _other_entry(draw: random.Random, good: bytes, other: bytes) -> bytes:
+    return other
+
+
+def _body_of_other(draw: random.Random, good: bytes, other: bytes) -> bytes:
+    head = len(good) - len(body_of(good))
+    return good[:head] + body_of(other)
 
 
 def _tensors_swapped(draw: random.Random, good: bytes, _: bytes) -> bytes:
@@ -82,29 +126,18 @@ def _tensors_swapped(draw: random.Random, good: bytes, _: bytes) -> bytes:
     if good[8:9] != b"{":
         return good
     places = list(tensors_of(good).values())
-    one, two = sorted(draw.sample(places, 2))
-    if one[1] - one[0] != two[1] - two[0]:
+    (start, stop), (later_start, later_stop) = sorted(draw.sample(places, 2))
+    one = good[start:stop]
+    later = good[later_start:later_stop]
+    if len(one) != len(later):
         return good
-    return good[: one[0]] + good[slice(*two)] + good[one[1] : two[0]] + good[slice(*one)] + good[two[1] :]
+    return good[:start] + later + good[stop:later_start] + one + good[later_stop:]
 
 
-BYTES: dict[str, Damage] = {
-    "bit": _bit,
-    "bits": _bits,
-    "noise": lambda draw, good, _: _stretch(draw, good, draw.randbytes),
-    "zeros": lambda draw, good, _: _stretch(draw, good, bytes),
-    "page moved": lambda draw, good, _: _page(draw, good, good, draw.randrange(max(1, len(good) // PAGE)) * PAGE),
-    "page of another": lambda draw, good, other: _page(draw, good, other),
-    "cut": lambda draw, good, _: _from(draw, good, lambda here: b""),
-    "empty": lambda draw, good, _: b"",
-    "zero tail": lambda draw, good, _: _from(draw, good, lambda here: bytes(len(good) - here)),
-    "longer": lambda draw, good, _: good + draw.choice((bytes, draw.randbytes))(draw.randint(1, 5000)),
-    "shifted": _shifted,
-    "torn": lambda draw, good, other: _from(draw, good, lambda here: other[here:]),
-    "another entry": lambda draw, good, other: other,
-    "body of another": lambda draw, good, other: good[: len(good) - len(body_of(good))] + body_of(other),
-    "tensors swapped": _tensors_swapped,
-}
+BYTES: tuple[Damage, ...] = (
+    _bit, _noise, _zeros, _page_moved, _page_of_other, _cut, _empty, _zero_tail, _longer, _byte_more, _byte_less,
+    _torn, _other_entry, _body_of_other, _tensors_swapped,
+)  # fmt: skip
 
 
 def clear(path: Path) -> None:
