@@ -38,7 +38,7 @@ BLOCKS = {  # way → settings of sparse decoding
     "gsa 0.5": {"share": 0.5},
     "gsa 0.25": {"share": 0.25},
     "kvstar 0.25": {"share": 0.25, "method": "kvstar"},
-    "random 0.25": {"share": 0.25, "method": "random"},
+    "random 0.25": {"share": 0.25, "method": str(Path(__file__).parent / "rules" / "random_blocks.py")},
 }
 LOADED = {"partial 0.5": 0.5, "partial 0.25": 0.25}
 BLOCK_TOKENS = 16

@@ -22,7 +22,7 @@ _IMPORTS = re.compile(r"^from [\w.]*\bbase import (\([^)]*\)|.*)$", re.MULTILINE
 _CLASSES = re.compile(r"^class [A-Z]\w*\(([^)]*)\)", re.MULTILINE)
 _WORDS = re.compile(r"\w+")
 # never named by what others wrote, such as an entry
-FROM_FILES = ("selectors", "evaluation.tasks", "evaluation.methods")
+FROM_FILES = ("selectors", "sparse.methods", "evaluation.tasks", "evaluation.methods")
 
 
 def kinds() -> list[str]:

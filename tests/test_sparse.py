@@ -17,10 +17,10 @@ from hf_blend.sparse.blocks import BlockedLayer
 from hf_blend.sparse.config import SparseConfig
 from hf_blend.sparse.lock import Selection, SelectionLock, SparseMetrics
 from hf_blend.sparse.masks import cut_mask
-from tests.conftest import slow_but
+from tests.conftest import ROOT, slow_but
 
 SMALL = {"share": 0.4, "block_tokens": 8, "min_tokens": 0, "recent_blocks": 1}
-METHODS = sorted(plugins.describe("sparse.methods"))
+METHODS = [*sorted(plugins.describe("sparse.methods")), str(ROOT / "benchmarks/rules/random_blocks.py")]
 
 
 def prompt(batch=1):

@@ -36,6 +36,7 @@ from papers.paper_page import Groups, by_way, write_paper
 
 METHOD = "kvstar"
 CONTROL = "random"
+CONTROL_FILE = str(Path(__file__).parents[1] / "rules" / "random_blocks.py")
 BLOCK_TOKENS = 16
 TEXT_TOKENS = 24
 DRAFTED_TOKENS = 4
@@ -210,7 +211,8 @@ class _Stepped(EvalMethod):
             given |= {"assistant_model": self._assistant}
         door: AbstractContextManager[Any] = nullcontext()
         if way.share < 1:
-            config = SparseConfig(way.share, BLOCK_TOKENS, way.method, recent_blocks=1, min_tokens=0, lock=way.lock)
+            method = CONTROL_FILE if way.method == CONTROL else way.method
+            config = SparseConfig(way.share, BLOCK_TOKENS, method, recent_blocks=1, min_tokens=0, lock=way.lock)
             draft = self._assistant if way.draft == SEES else None
             door = sparse_decoding(self.model, cache, config, draft=draft)
         noting = self.model.register_forward_pre_hook(observer(rounds.note), with_kwargs=True)

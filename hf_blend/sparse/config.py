@@ -20,7 +20,7 @@ class SparseConfig:
 
     share: float = 0.25  # of a context's blocks that a step looks at, above 0 up to 1; 1 is dense, bit for bit
     block_tokens: int = 64
-    method: str = "gsa"  # of `hf_blend.sparse.methods`, which scores blocks
+    method: str = "gsa"  # of `hf_blend.sparse.methods`, or a file with one, which scores blocks
     method_options: Mapping[str, Any] = field(default_factory=Options)
     first_blocks: int = 1  # that are always looked at
     recent_blocks: int = 2  # complete ones at the end that are always looked at; the unfinished one is, too

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import BlockMethod
+from hf_blend.sparse.methods.base import BlockMethod
 
-_ODD, _BITS = 0x9E3779B1, 24  # Knuth's multiplicative hash
+_ODD = 0x9E3779B1  # Knuth's multiplicative hash
+_BITS = 24
 
 
 class Random(BlockMethod):
