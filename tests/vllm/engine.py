@@ -48,23 +48,28 @@ def answer(engine: Any, requests: list[dict[str, Any]], new_tokens: int = NEW_TO
     settings = []
     for request in requests:
         prompt = {"prompt_token_ids": request["ids"]}
-        prompts.append(prompt | ({"cache_salt": request["salt"]} if request.get("salt") else {}))
+        if request.get("salt"):
+            prompt["cache_salt"] = request["salt"]
         params = {name: request[name] for name in ("documents", "tenant") if request.get(name)}
         extra = {"kv_transfer_params": params} if params else None
+        prompts.append(prompt)
         settings.append(SamplingParams(max_tokens=new_tokens, temperature=0, logprobs=2, extra_args=extra))
-    found = []
+    answers = []
     for output in engine.generate(prompts, settings, use_tqdm=False):
-        first = output.outputs[0]
-        best = [sorted((one.logprob for one in step.values()), reverse=True) for step in first.logprobs]
-        found.append(
+        completion = output.outputs[0]
+        gaps = []
+        for step in completion.logprobs:
+            best, second = sorted((token.logprob for token in step.values()), reverse=True)[:2]
+            gaps.append(best - second)
+        answers.append(
             {
-                "tokens": list(first.token_ids),
-                "gaps": [one[0] - one[1] for one in best],
+                "tokens": list(completion.token_ids),
+                "gaps": gaps,
                 "cached": output.num_cached_tokens,
-                "finish": first.finish_reason,
+                "finish": completion.finish_reason,
             }
         )
-    return found
+    return answers
 
 
 def not_shared(engine: Any) -> list[str]:
@@ -72,9 +77,12 @@ def not_shared(engine: Any) -> list[str]:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     runner = engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    held = {one.untyped_storage().data_ptr() for one in runner.get_model().parameters()}
-    model = get_kv_transfer_group().model
-    return [name for name, one in model.named_parameters() if one.untyped_storage().data_ptr() not in held]
+    storages = {parameter.untyped_storage().data_ptr() for parameter in runner.get_model().parameters()}
+    copies = []
+    for name, parameter in get_kv_transfer_group().model.named_parameters():
+        if parameter.untyped_storage().data_ptr() not in storages:
+            copies.append(name)
+    return copies
 
 
 def break_model() -> None:
@@ -125,7 +133,7 @@ def main() -> None:
         else:
             steps.append(answer(engine, step))
     unshared = [] if job["extra"] is None else not_shared(engine)
-    counted = {one.name: one.value for one in engine.get_metrics() if "hf_blend" in one.name}
+    counted = {metric.name: metric.value for metric in engine.get_metrics() if "hf_blend" in metric.name}
     out.write_text(json.dumps({"steps": steps, "not_shared": unshared, "counted": counted}))
 
 

@@ -45,7 +45,7 @@ def test_salt_names_all_that_blended_blocks_depend_on():
         assert plan_salt(**base | {"documents": same}) == salts[0], "named in another way"
 
 
-def test_documents_are_given_as_places_as_spans_or_as_texts():
+def test_documents_are_given_as_indices_as_spans_or_as_texts():
     text = "Two boats lie at the pier. The red one leaks. Nobody minds."
     chunk = tuple(map(ord, text))
     ids = [*map(ord, f"Read. {text} Which?")]
@@ -64,10 +64,19 @@ def test_documents_are_given_as_places_as_spans_or_as_texts():
 @pytest.mark.parametrize(
     "params",
     [
-        {"documents": "a text"}, {"documents": [[0, 99]]}, {"documents": [[1, 20], [19, 30]]},
-        {"documents": ["no such text"]}, {"documents": [[1, [9, 9, 9], 0, 3]]}, {"documents": [[1, 2]], "tenant": 5},
+        {"documents": "a text"},
+        {"documents": [[3, 2]]},
+        {"documents": [[0, 99]]},
+        {"documents": [[1, 20], [19, 30]]},
+        {"documents": ["no such text"]},
+        {"documents": [[1, [9, 9, 9], 0, 3]]},
+        {"documents": [[1, [10, 11], 0, 0]]},
+        {"documents": [[1, [10, 11], 0, 3]]},
+        {"documents": [[1, [10, 11], -2, 2]]},
+        {"documents": [[-66, [1, 10], 0, 2]]},
+        {"documents": [[1, 2]], "tenant": 5},
     ],
-)  # fmt: skip
+)
 def test_what_is_not_in_prompt_is_refused(params):
     with pytest.raises(PromptError):
         read_params(params, IDS, Letters)
@@ -94,9 +103,9 @@ ASKED = [{"role": "user", "content": QUESTION}]
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    made = copy.deepcopy(small_tokenizer())
-    made.chat_template = CHATML
-    return made
+    tokenizer = copy.deepcopy(small_tokenizer())
+    tokenizer.chat_template = CHATML
+    return tokenizer
 
 
 def rendered(tokenizer, messages):
@@ -119,11 +128,11 @@ def test_request_fields_name_documents_in_prompt_that_vllm_renders(tokenizer):
 
 def test_request_fields_keep_tenants_apart(tokenizer):
     for documents in (TEXTS, ()):
-        salts = [
-            request_fields(tokenizer, ASKED, documents, BlendConfig(), tenant=name, secret=secret)["cache_salt"]
-            for name, secret in (("a", b"k" * 32), ("b", b"k" * 32), ("a", b"l" * 32))
-        ]
-        assert len(set(salts)) == 3
+        salts = set()
+        for tenant, secret in (("a", b"k" * 32), ("b", b"k" * 32), ("a", b"l" * 32)):
+            fields = request_fields(tokenizer, ASKED, documents, BlendConfig(), tenant=tenant, secret=secret)
+            salts.add(fields["cache_salt"])
+        assert len(salts) == 3
 
 
 def test_request_fields_without_documents_change_nothing(tokenizer):
