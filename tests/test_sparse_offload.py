@@ -10,7 +10,6 @@ import torch
 from hf_blend import BlendCache, BlendConfig, ChunkStore, observer, plugins, sparse_decoding
 from hf_blend.offload.layer import OffloadedLayer
 from hf_blend.offload.memory import GROW_TOKENS, KVMemory
-from hf_blend.prefill import copies
 from hf_blend.sparse.away import AwayBlocks
 from hf_blend.sparse.blocks import ROOM_TOKENS
 from hf_blend.sparse.config import SparseConfig
@@ -148,7 +147,6 @@ def test_device_holds_share_and_tail_and_rest_is_in_host_memory(monkeypatch):
     sparse = {"share": 0.25, "block_tokens": 16, "min_tokens": 0}
     sizes = {"num_hidden_layers": 6, "max_position_embeddings": 2048}
     expected, *_ = decoded(build_tiny_model(**sizes), pieces, sparse=sparse, ways=ways)
-    monkeypatch.setattr(copies, "open_stream", lambda device: None)  # there are no streams on this device
     monkeypatch.setattr(KVMemory, "_read_ahead", lambda *_: None)
     with second_device(), torch.no_grad():
         model = move(build_tiny_model(**sizes))

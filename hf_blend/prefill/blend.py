@@ -116,7 +116,6 @@ class Prefill(LayerPass):
         """Remove every hook inside a layer, also after a failure, and settle the cache's layers."""
         plan = self.context.plan
         self.remove_hooks()
-        self.context.realigner.close()
         if self._buffers.settles:
             self._buffers.settle(len(self._kinds))
         if self._listener is not None:
@@ -154,9 +153,9 @@ class Prefill(LayerPass):
 
     def _begin(self, call: LayerCall) -> None:
         """Leave out the rows that need no computing, and select now if the selector needs no K and V."""
-        context, plan, device = self.context, self.context.plan, call.hidden.device
+        plan = self.context.plan
+        device = call.hidden.device
         plan.move_to(device)
-        context.realigner.prefetch(range(1), device)
         counts, selected = plan.stored_counts, None
         if self._first_ratio is not None:
             selected, counts = self._selection.select(0, Rows.every(plan.reusable), None, self._first_ratio)

@@ -9,7 +9,6 @@ to be unlike its neighbours, by its device, dtype or rotary table, is written ag
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..selectors.base import KV
@@ -81,16 +80,6 @@ class LayerBuffers:
                 self._realigner.write(index, chunks, *several)
                 return
         self._stored.write(index, chunks, *self.open[index])
-
-    def prefetch(self, following: Sequence[int], checks: Sequence[int], device: torch.device) -> None:
-        """Bring what is stored of the next layers to the device, while the ones that are open compute."""
-        first = next((layer for layer in following if layer not in self.open), None)
-        if first is None:
-            return
-        group = range(first, first + 1)
-        if first not in checks and self._opens_several:
-            group = self._realigner.group(first, self._plan.chunks, (*checks, self._last), device)
-        self._realigner.prefetch(group, device)
 
     def settle(self, index: int) -> None:
         """The layers before this one are done: free what they hold beyond their windows."""

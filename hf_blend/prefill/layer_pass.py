@@ -83,9 +83,6 @@ class LayerPass:
         """
         if index not in self._buffers.used:
             self._buffers.use(index, keys, values, self.stored_chunks, checks, written)
-            if keys.device.type != "cpu":
-                later = [layer for layer in self._with_keys if layer > index]
-                self._buffers.prefetch(later, () if index in checks else checks, keys.device)
         states = self._buffers.open[index]
         if self._rows is None:
             states[0].copy_(keys)

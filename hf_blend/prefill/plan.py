@@ -29,7 +29,7 @@ from .positions import TokenPositions
 from .report import Advice
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PlacedChunk:
     """A stored chunk in one row of the batch, or the part of it that the prompt has."""
 

@@ -33,7 +33,6 @@ class ProbePass(LayerPass):
         """Prepare to tell an observer what the question looks at."""
         super().__init__(context, layers, context.realigner)
         self._observer = observer
-        context.realigner.keeps_copies = True
         self._report = BlendReport(_costs=context.report._costs)
         self._written: Tensor | None = None  # `[batch, tokens]`: columns that will have K and V; None: all
 
@@ -67,7 +66,6 @@ class ProbePass(LayerPass):
     def end(self) -> None:
         """Take the hooks out, and charge the forward for what the probe computed."""
         self.remove_hooks()
-        self.context.realigner.keeps_copies = False
         report = self._report
         self.context.report.charge(lambda: report.flops)  # without this object, which holds the cache
 

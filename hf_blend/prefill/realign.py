@@ -9,9 +9,7 @@ a layer costs the host the same few kernels, however many chunks there are; smal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate, pairwise
-from typing import Any
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -20,40 +18,69 @@ from ..model.extras import Spans
 from ..rotary.base import RotaryStyle, compose
 from ..rotary.tables import Table
 from ..store.chunk import StackedLayers
-from ..store.stream import LazyLayers, StreamedLayers
-from .copies import Copies
+from ..store.stream import LazyLayers
 from .plan import PlacedChunk
 from .report import BlendReport
 
 BESIDE = -1  # among the parts of a layer: what is stored beside K (0) and V (1)
-AHEAD = (StackedLayers, StreamedLayers, tuple)  # layers that are read ahead; others have to be computed
-MANY = 8
 GROUP_BYTES = 4 << 20  # of keys that are written at a time: as many layers as fit, where all chunks are in memory
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Placement:
-    """Where the tokens of some chunks stand, side by side."""
+    """Where the tokens of some chunks are, side by side.
+
+    Attributes:
+        columns: a slice where the chunks are neighbours in one batch entry.
+        rows: of several batch entries, that of each token.
+        row: of one batch entry, its number.
+        layer_bytes: of the K of one layer, where several layers of each chunk are one tensor; otherwise 0.
+    """
 
     chunks: tuple[PlacedChunk, ...]
-    columns: Tensor | slice  # a slice where the chunks are neighbours in one batch entry
-    rows: Tensor | None  # of several batch entries, that of each token
+    columns: Tensor | slice
+    rows: Tensor | None
     row: int
-    tokens: int
-    layer_bytes: int  # of the K of one layer, where several layers of each chunk are one tensor; otherwise 0
-    span: slice | None = None  # where their tokens are among those of all chunks, if they are neighbours there
+    layer_bytes: int
+
+    @classmethod
+    def of(cls, chunks: tuple[PlacedChunk, ...], device: torch.device) -> "Placement":
+        """Place some chunks, without asking the device."""
+        # Their columns
+        row = chunks[0].row
+        is_one_row = all(chunk.row == row for chunk in chunks)
+        columns: Tensor | slice = slice(chunks[0].start, chunks[-1].columns.stop)
+        if not is_one_row or any(chunk.columns.stop != other.start for chunk, other in pairwise(chunks)):
+            ranges = [torch.arange(chunk.columns.start, chunk.columns.stop) for chunk in chunks]
+            columns = torch.cat(ranges).to(device)
+
+        # Their batch entries
+        rows = None
+        if not is_one_row:
+            lengths = torch.tensor([chunk.tokens for chunk in chunks])
+            rows = torch.tensor([chunk.row for chunk in chunks]).repeat_interleave(lengths).to(device)
+
+        # The bytes of a layer
+        layer_bytes = 0
+        stacks = [chunk.chunk.layers for chunk in chunks]
+        if all(type(stack) is StackedLayers for stack in stacks):
+            keys = stacks[0].keys  # type: ignore[attr-defined]
+            token_bytes = keys[0].nbytes // keys.shape[2]
+            layer_bytes = max(1, token_bytes * sum(chunk.tokens for chunk in chunks))
+        return cls(chunks, columns, rows, row, layer_bytes)
 
     def write(self, states: Tensor, pieces: Sequence[Tensor]) -> None:
         """Write `[layers, heads, tokens of one chunk, width]` to `[layers, batch, heads, columns, width]`."""
+        is_slice = isinstance(self.columns, slice)
+        is_one_dtype = all(piece.dtype == states.dtype for piece in pieces)
         # torch.cat writes nothing to a narrower view of a single token
-        fits = isinstance(self.columns, slice) and not states.requires_grad and len(pieces) > 1
-        if fits and all(piece.dtype == states.dtype for piece in pieces):
+        if is_slice and is_one_dtype and len(pieces) > 1 and not states.requires_grad:
             torch.cat([*pieces], dim=2, out=states[:, self.row, :, self.columns])
             return
-        stored = pieces[0] if len(pieces) == 1 else torch.cat([*pieces], dim=2)
+        stored = _join(pieces)
         if self.rows is not None:
             states.permute(1, 3, 0, 2, 4).index_put_((self.rows, self.columns), stored.permute(2, 0, 1, 3))
-        elif isinstance(self.columns, slice):
+        elif is_slice:
             states[:, self.row, :, self.columns] = stored
         else:
             states[:, self.row].index_copy_(2, self.columns, stored)
@@ -66,12 +93,15 @@ class Placement:
             return states[self.row, :, self.columns]
         return states[self.row].index_select(1, self.columns)
 
-    def take(self, table: Table) -> Table:
+    def read_table(self, table: Table) -> Table:
         """`[tokens, width]` of cos and sin of a rotary table, `[batch or 1, columns, width]` each."""
         cos, sin = table
-        row = self.row if self.rows is None else self.rows.to(cos.device)
-        row = 0 if cos.shape[0] == 1 else row
-        columns = self.columns.to(cos.device) if isinstance(self.columns, Tensor) else self.columns
+        row: int | Tensor = 0
+        if cos.shape[0] > 1:
+            row = self.row if self.rows is None else self.rows.to(cos.device)
+        columns = self.columns
+        if isinstance(columns, Tensor):
+            columns = columns.to(cos.device)
         return cos[row, columns], sin[row, columns]
 
 
@@ -85,70 +115,61 @@ class Rotation:
 
     def move(self, parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
         """Rotate states `[layers, heads, tokens of one chunk, width]` side by side."""
-        states = parts[0] if len(parts) == 1 else torch.cat([*parts], dim=2)
-        out = torch.empty_like(states) if out is None else out
+        states = _join(parts)
+        if out is None:
+            out = torch.empty_like(states)
         self.style.move(states, (self.cos.to(states.device), self.sin.to(states.device)), out=out)
         return out
 
 
 class Realigner:
-    """Writes stored chunks into a layer's buffers. A rotation is composed once per rotary table and kept."""
+    """Writes stored chunks into a layer's buffers. A rotation is composed once per rotary table and kept.
+
+    Attributes:
+        styles: by layer, how its keys are rotated.
+        tables: by layer, the rotary table of the new tokens; the first that it was given.
+    """
 
     def __init__(
         self, styles: Sequence[type[RotaryStyle]], report: BlendReport, chunks: Sequence[PlacedChunk] = ()
     ) -> None:
         """Prepare for one forward."""
-        self.styles, self._report = styles, report
-        self._all, self._starts = tuple(chunks), [0, *accumulate(chunk.tokens for chunk in chunks)]
-        self._first = {id(chunk): number for number, chunk in enumerate(self._all)}
-        self._joined_states: dict[tuple[int, torch.device], Tensor | None] = {}
-        self._placements: dict[tuple[object, ...], Placement] = {}
-        self._rotations: dict[tuple[object, ...], Rotation] = {}
-        self.tables: dict[int, Table | None] = {}  # by layer, of the new tokens; the first that it was given
-        self._alike: dict[int, Table] = {}  # id of a table → the same one, made earlier
-        self._alive: list[Table] = []
-        self._copies: Copies | None = None  # opened where there is something to bring
-        self.keeps_copies = False  # see `Copies.keeps_used`
+        self.styles = styles
+        self.tables: dict[int, Table | None] = {}
+        self._report = report
+        self._all = tuple(chunks)
+        self._tokens: dict[PlacedChunk, slice] = {}  # where those of a chunk are among the tokens of all
+        start = 0
+        for chunk in self._all:
+            self._tokens[chunk] = slice(start, start + chunk.tokens)
+            start += chunk.tokens
+        # What follows is keyed by objects as such, which stay alive in the keys
+        self._placements: dict[tuple[torch.device, tuple[PlacedChunk, ...]], Placement] = {}
+        self._rotations: dict[tuple[Placement, int, Tensor, type[RotaryStyle]], Rotation] = {}
+        self._alike: dict[Tensor, Table] = {}  # cos of a table → the same table, made earlier
 
     def known_table(self, layer: int, table: Table | None) -> Table | None:
         """The first table of a layer whose table is made again, so that its rotations are found again."""
-        first = self.tables.get(layer)
         if table is None:
             return None
+        first = self.tables.get(layer)
         if first is not None:
-            self._alike[id(table[0])] = first
-            self._alive.append(table)
-        return self._alike.get(id(table[0]), table)
+            self._alike[table[0]] = first
+        return self._alike.get(table[0], table)
 
     def group(self, layer: int, chunks: Sequence[PlacedChunk], ends: Sequence[int], device: torch.device) -> range:
         """This layer, and those behind it that can be written with it, up to the next one of `ends`."""
-        placed = self._placed(chunks, device) if chunks else None
-        stop, last = layer + 1, min(end for end in ends if end >= layer)
-        if placed is None or not placed.layer_bytes:
+        stop = layer + 1
+        layer_bytes = self._placed(chunks, device).layer_bytes if chunks else 0
+        if not layer_bytes:
             return range(layer, stop)
-        chunk, style = placed.chunks[0].chunk, self.styles[layer]
-        while stop <= last and placed.layer_bytes * (stop - layer) < GROUP_BYTES:
-            if self.styles[stop] is not style or chunk.layer_table[stop] != chunk.layer_table[layer]:
+        last = min(end for end in ends if end >= layer)
+        tables = chunks[0].chunk.layer_table
+        while stop <= last and layer_bytes * (stop - layer) < GROUP_BYTES:
+            if self.styles[stop] is not self.styles[layer] or tables[stop] != tables[layer]:
                 break
             stop += 1
         return range(layer, stop)
-
-    def prefetch(self, layers: range, device: torch.device) -> None:
-        """Begin to copy all chunks' K and V of some layers to a device; nothing for a CPU."""
-        if not self._all or device.type == "cpu":
-            return
-        placed = self._placed(self._all, device)
-        self._copies = self._copies or Copies()
-        self._copies.keeps_used = self.keeps_copies
-        if (placed.layer_bytes or len(layers) == 1) and all(isinstance(own.chunk.layers, AHEAD) for own in self._all):
-            for which in (0, 1):
-                bring = partial(self._parts, placed, layers, which)
-                self._copies.ahead((layers.start, layers.stop, which), device, bring)
-
-    def close(self) -> None:
-        """Bring nothing more."""
-        if self._copies is not None:
-            self._copies.close()
 
     def write(self, layer: int, chunks: Sequence[PlacedChunk], *parts: Tensor, first: int = 0) -> None:
         """Write stored K and V of chunks to their columns, or with `first` what is there from V (1) on.
@@ -157,11 +178,13 @@ class Realigner:
         """
         if not chunks:
             return
-        started, device = time.perf_counter(), parts[0].device
+        started_s = time.perf_counter()
+        device = parts[0].device
         placed = self._placed(chunks, device)
         for which, states in enumerate(parts, first):
-            states = states if states.dim() == 5 else states[None]
-            stored = self._parts(placed, range(layer, layer + states.shape[0]), which, device)
+            if states.dim() == 4:
+                states = states[None]
+            stored = _stored(placed, range(layer, layer + states.shape[0]), which, device)
             rotation = self._rotation(layer, placed, which) if which == self.styles[layer].slot else None
             if rotation is None:
                 placed.write(states, stored)
@@ -169,7 +192,7 @@ class Realigner:
                 rotation.move(stored, states[:, placed.row, :, placed.columns])
             else:
                 placed.write(states, [rotation.move(stored)])
-        self._report.realign_ms += 1e3 * (time.perf_counter() - started)
+        self._report.realign_ms += 1e3 * (time.perf_counter() - started_s)
 
     def write_beside(self, layer: int, chunks: Sequence[PlacedChunk], states: Tensor, spans: Spans = ()) -> None:
         """Write a mixer's projections, or an indexer's keys, moved, to columns of `[batch, 1, tokens, width]`."""
@@ -177,34 +200,31 @@ class Realigner:
             return
         placed = self._placed(chunks, states.device)
         rotation = self._rotation(layer, placed, BESIDE)
-        parts = self._parts(placed, range(layer, layer + 1), BESIDE, states.device)
+        parts = _stored(placed, range(layer, layer + 1), BESIDE, states.device)
         if rotation is not None:
             placed.write(states[None], [rotation.move(parts)])
             return
         for columns, stored in spans or ((slice(None), slice(None)),):
             placed.write(states[None, ..., columns], [state[..., stored] for state in parts])
 
-    def moved(self, layer: int, chunk: PlacedChunk, *states: Tensor) -> tuple[Tensor, ...]:
-        """A chunk's stored K and V, `[kv_heads, tokens, head_dim]`, or projections of a mixer, as they are written."""
-        placed = self._placed([chunk], states[0].device)
-        parts = enumerate(states, 0 if len(states) > 1 else BESIDE)
-        return tuple(self._stored(layer, placed, which, state).to(state.dtype) for which, state in parts)
-
     @torch.no_grad()
     def mismatches(self, layer: int, chunks: Sequence[PlacedChunk], *computed: Tensor) -> list[float]:
         """By chunk, the largest relative error of a token's stored K or V against those computed; or a mixer's.
 
-        By token, as one of an image has to be seen among hundreds of text. `[batch, kv_heads, tokens, head_dim]` each.
+        By token, as a wrong one has to be seen among hundreds. `[batch, kv_heads, tokens, head_dim]` each.
         """
-        device, count = computed[0].device, len(chunks)
+        device = computed[0].device
+        count = len(chunks)
         placed = self._placed(chunks, device)
         lengths = torch.tensor([chunk.tokens for chunk in chunks], device=device)
         total = sum(chunk.tokens for chunk in chunks)
         number = torch.arange(count, device=device).repeat_interleave(lengths, output_size=total)
         worst = torch.zeros(count, device=device)
         for which, states in enumerate(computed, 0 if len(computed) > 1 else BESIDE):
-            fresh, stored = placed.read(states).float(), self._stored(layer, placed, which, states)
+            fresh = placed.read(states).float()
+            stored = self._realigned(layer, placed, which, device)
             error = torch.linalg.vector_norm(fresh - stored, dim=(0, 2), dtype=torch.float32)
+            # Relative to the token, or to the mean of its chunk where that is larger
             size = torch.linalg.vector_norm(fresh, dim=(0, 2)).square_()
             mean = torch.zeros(count, device=device).index_add_(0, number, size) / lengths
             share = (error / size.maximum(mean[number]).clamp_min(1e-30).sqrt_()).nan_to_num(nan=float("inf"))
@@ -222,99 +242,69 @@ class Realigner:
         return Rotation(style, rotation.cos[tokens], rotation.sin[tokens]).move([keys])
 
     def _placed(self, chunks: Sequence[PlacedChunk], device: torch.device) -> Placement:
-        """The placement of some chunks, made once, without asking the device."""
-        key = (device, *map(id, chunks))
-        if key in self._placements:
-            return self._placements[key]
-        row, lengths = chunks[0].row, [chunk.tokens for chunk in chunks]
-        columns: Tensor | slice = slice(chunks[0].start, chunks[-1].columns.stop)
-        rows, is_one = None, all(chunk.row == row for chunk in chunks)
-        if not is_one or any(chunk.columns.stop != other.start for chunk, other in pairwise(chunks)):
-            columns = torch.cat([torch.arange(chunk.columns.start, chunk.columns.stop) for chunk in chunks]).to(device)
-        if not is_one:
-            rows = torch.tensor([chunk.row for chunk in chunks]).repeat_interleave(torch.tensor(lengths)).to(device)
-        tokens, layer_bytes, layers = sum(lengths), 0, [chunk.chunk.layers for chunk in chunks]
-        if all(type(stack) is StackedLayers for stack in layers):
-            keys = layers[0].keys  # type: ignore[attr-defined]
-            layer_bytes = max(1, keys[0].nbytes // keys.shape[2] * tokens)
-        # keeps the chunks, so their ids are not used again
-        placed = Placement(tuple(chunks), columns, rows, row, tokens, layer_bytes)
-        start = self._first.get(id(chunks[0]), 0)
-        if self._all and self._all[start : start + len(chunks)] == placed.chunks:
-            placed.span = slice(self._starts[start], self._starts[start + len(chunks)])
-        self._placements[key] = placed
-        return placed
+        """The placement of some chunks, made once."""
+        key = (device, tuple(chunks))
+        if key not in self._placements:
+            self._placements[key] = Placement.of(key[1], device)
+        return self._placements[key]
 
-    def _stored(self, layer: int, placed: Placement, which: int, like: Tensor) -> Tensor:
+    def _realigned(self, layer: int, placed: Placement, which: int, device: torch.device) -> Tensor:
         """What is stored of all tokens of some chunks, `[heads, tokens, width]`, rotated for this prompt."""
-        parts = self._parts(placed, range(layer, layer + 1), which, like.device)
-        turns = which in (BESIDE, self.styles[layer].slot)
-        rotation = self._rotation(layer, placed, which) if turns else None
-        if rotation is not None:
-            return rotation.move(parts)[0]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2))[0]
+        parts = _stored(placed, range(layer, layer + 1), which, device)
+        rotation = None
+        if which in (BESIDE, self.styles[layer].slot):
+            rotation = self._rotation(layer, placed, which)
+        return (_join(parts) if rotation is None else rotation.move(parts))[0]
 
     def _rotation(self, layer: int, placed: Placement, which: int) -> Rotation | None:
-        """The rotation of some chunks' K, of what is in the place of V, or beside both; None if it has no position."""
+        """The rotation of some chunks' K, of what is in the slot of V, or beside both; None if it has no position."""
         style = self.styles[layer].beside if which == BESIDE else self.styles[layer]
-        table, number = self.tables.get(layer), placed.chunks[0].chunk.layer_table[layer]
+        table = self.tables.get(layer)
+        number = placed.chunks[0].chunk.layer_table[layer]
         if style is None or not style.turns or table is None or number < 0:
             return None
-        key = (id(placed), number, id(table[0]), style)
-        if key not in self._rotations:
-            if placed.span is None or len(placed.chunks) == len(self._all):
-                new = placed.take(table)
-                old = [(chunk.chunk.tables[chunk.chunk.layer_table[layer]], chunk.inside) for chunk in placed.chunks]
-                cos, sin = (torch.cat([pair[n][inside].to(new[0].device) for pair, inside in old]) for n in (0, 1))
-                self._rotations[key] = Rotation(style, *compose(style, (cos, sin), new))
-            else:
-                every: Any = self._rotation(layer, self._placed(self._all, table[0].device), which)
-                self._rotations[key] = Rotation(style, every.cos[placed.span], every.sin[placed.span])
+        key = (placed, number, table[0], style)
+        if key in self._rotations:
+            return self._rotations[key]
+
+        every = self._placed(self._all, table[0].device) if self._all else placed
+        if placed.chunks == every.chunks:
+            # From the positions in the chunks to those in the prompt
+            new = placed.read_table(table)
+            old_cos, old_sin = [], []
+            for chunk in placed.chunks:
+                cos, sin = chunk.chunk.tables[chunk.chunk.layer_table[layer]]
+                old_cos.append(cos[chunk.inside].to(new[0].device))
+                old_sin.append(sin[chunk.inside].to(new[0].device))
+            cos, sin = compose(style, (torch.cat(old_cos), torch.cat(old_sin)), new)
+        else:
+            # A part of the rotation of all chunks
+            whole = self._rotation(layer, every, which)
+            tokens = [self._tokens[chunk] for chunk in placed.chunks]
+            cos = _join([whole.cos[part] for part in tokens], dim=0)  # type: ignore[union-attr]
+            sin = _join([whole.sin[part] for part in tokens], dim=0)  # type: ignore[union-attr]
+        self._rotations[key] = Rotation(style, cos, sin)
         return self._rotations[key]
 
-    def _parts(self, placed: Placement, layers: range, which: int, device: torch.device | None = None) -> list[Tensor]:
-        """K (0), V (1) or projections (-1) of some layers as stored, `[layers, heads, tokens, width]` by chunk.
 
-        With a device: one tensor if all is there already. Without: nothing is computed, and the list is full or empty.
-        """
-        if device is not None and placed.span is not None and (len(self._all) >= MANY or self._copies is not None):
-            ready = self._ready(placed.span, layers, which, device)
-            if ready is not None:
-                return [ready]
-        parts = []
-        for chunk in placed.chunks:
-            stored = chunk.chunk.layers
-            if type(stored) is StackedLayers:  # an instance check of a Sequence takes longer
-                states = (stored.values if which else stored.keys)[layers.start : layers.stop]
-            elif device is not None:
-                layer = stored.load(layers.start) if isinstance(stored, LazyLayers) else stored[layers.start]
-                states = layer[which][None]
-            else:
-                pair = stored.peek(layers.start) if isinstance(stored, StreamedLayers) else stored[layers.start]
-                if pair is None or len(pair) < 2:
-                    return []
-                states = pair[which][None]
-            parts.append(states if chunk.is_whole else states[:, :, chunk.inside])
-        is_there = device is None or all(state.device == device for state in parts)
-        return parts if is_there else [state.to(device, non_blocking=True) for state in parts]
+def _stored(placed: Placement, layers: range, which: int, device: torch.device) -> list[Tensor]:
+    """K (0), V (1) or projections (-1) of some layers as stored, `[layers, heads, tokens, width]` by chunk."""
+    parts = []
+    for placed_chunk in placed.chunks:
+        stored = placed_chunk.chunk.layers
+        if type(stored) is StackedLayers:  # an instance check of a Sequence takes longer
+            states = (stored.values if which else stored.keys)[layers.start : layers.stop]
+        else:
+            layer = stored.load(layers.start) if isinstance(stored, LazyLayers) else stored[layers.start]
+            states = layer[which][None]
+        if not placed_chunk.is_whole:
+            states = states[:, :, placed_chunk.inside]
+        if states.device != device:
+            states = states.to(device, non_blocking=True)
+        parts.append(states)
+    return parts
 
-    def _ready(self, span: slice, layers: range, which: int, device: torch.device) -> Tensor | None:
-        """The tokens in `span` of all chunks, from what was joined, or copied to the device; None if neither was."""
-        if which >= 0 and len(self._all) >= MANY and (joined := self._joined(which, device)) is not None:
-            return joined[layers.start : layers.stop, :, span]
-        copied = None if self._copies is None else self._copies.take((layers.start, layers.stop, which), device)
-        return None if copied is None else copied[:, :, span]
 
-    def _joined(self, which: int, device: torch.device) -> Tensor | None:
-        """K (0) or V (1) of all layers of all chunks side by side, `[layers, heads, tokens, width]`, if it is small.
-
-        One more copy takes less time than writing many chunks.
-        """
-        key = (which, device)
-        if key not in self._joined_states:
-            placed = self._placed(self._all, device)
-            is_small = 0 < placed.layer_bytes * len(self.styles) <= GROUP_BYTES
-            parts = self._parts(placed, range(len(self.styles)), which) if is_small else []
-            here = [state.to(parts[0].device) for state in parts]
-            self._joined_states[key] = torch.cat(here, dim=2).to(device) if parts else None
-        return self._joined_states[key]
+def _join(parts: Sequence[Tensor], dim: int = 2) -> Tensor:
+    """Tensors side by side along an axis; a single one as it is."""
+    return parts[0] if len(parts) == 1 else torch.cat([*parts], dim=dim)

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["LayerReader", "LazyLayers", "StreamReader", "StreamedLayers"]
 
 KV = tuple[Tensor, ...]
-POLL_S = 0.05
 READ_BYTES = 1 << 20  # layers that are smaller come several at a time: each read stops the thread that computes
 READ_S = 4e-3  # but from a slow tier no more at a time than come in so many seconds: the model waits for the first
 FAULTS = (EntryFault, OSError, MemoryError)
@@ -94,18 +93,6 @@ class StreamedLayers(LazyLayers):
                     if layer is None:
                         self._layers[number] = computed.layers[number]
         return self[index]
-
-    def peek(self, index: int) -> KV | None:
-        """Wait for a layer that another thread reads; None if nobody does, or it was not read in time."""
-        with self._changed:
-            until_s = time.monotonic() + self._patience_s
-            while self._layers[index] is None and self._is_coming and time.monotonic() < until_s:
-                self._changed.wait(POLL_S)  # a driver that ends says nothing
-            return self._layers[index]
-
-    @property
-    def _is_coming(self) -> bool:
-        return self._fault is None and any(driver.is_running for driver in self.drivers)
 
     def fetch_kv(self, index: int, wait_s: float = -1) -> None:
         """Read a layer, unless it is there; a fault is kept for the user of the layer."""
