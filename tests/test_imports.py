@@ -16,7 +16,7 @@ LIGHT = {  # a statement, and what it does not import
     "from hf_blend import BlendConfig, ConfigError; BlendConfig().ratios(4)": ("torch", "transformers", "numpy"),
     "from hf_blend import plugins; [plugins.describe(kind) for kind in plugins.kinds()]": ("torch", "transformers"),
     "from hf_blend.cli.main import build; build(['--help'])": ("torch", "transformers", "numpy", "rich"),
-    "import hf_blend.evaluation": ("torch", "transformers", "datasets", "evaluate"),
+    "import hf_blend.evaluation": ("torch", "transformers", "datasets"),
 }
 UNCHANGED = """
 import logging, os, sys, warnings

@@ -4,10 +4,6 @@
 
 import itertools
 import json
-import os
-import subprocess
-import sys
-import time
 
 import pytest
 from worlds import REFERENCE, reference_questions
@@ -105,38 +101,3 @@ def test_load_says_that_store_has_chunks_of_other_models_only(tmp_path, run, mod
     assert line in run(*ask_other)[2]
     run("index", *where, "--model", model_folder)
     assert line not in run(*ask_other)[2]
-
-
-def launch(corpus, store):
-    command = [sys.executable, "-P", "-m", "hf_blend.cli.main", "index", corpus, "--store", store]
-    command += ["--chunk-tokens", "16"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-
-
-@pytest.mark.slow
-def test_index_by_two_processes_of_which_one_is_killed_continues(tmp_path, texts):
-    mixed = [" ".join(some).replace("\n", "") for some in itertools.permutations(texts, 4)]
-    parts = {"all": mixed, "first": mixed[::2], "second": mixed[1::2]}
-    for name, documents in parts.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(text) + "\n" for text in documents))
-    alone = launch(tmp_path / "all.jsonl", tmp_path / "serial")
-    assert alone.wait(300) == 0, alone.stderr.read()
-    expected = objects(tmp_path / "serial")
-
-    shared = tmp_path / "shared"
-    first = launch(tmp_path / "first.jsonl", shared)
-    second = launch(tmp_path / "second.jsonl", shared)
-    for _ in range(3000):
-        if len(list(shared.rglob("*.safetensors"))) > 20 or second.poll() is not None:
-            break
-        time.sleep(0.02)
-    assert second.poll() is None, second.stderr.read()
-    second.kill()
-    assert first.wait(300) == 0, first.stderr.read()
-    assert second.wait(300) != 0
-    assert 20 < len(objects(shared)) < len(expected)
-
-    again = launch(tmp_path / "second.jsonl", shared)
-    assert again.wait(300) == 0, again.stderr.read()
-    assert objects(shared) == expected

@@ -1,21 +1,13 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The pictures of the documents, drawn from the committed results or from nothing but an idea.
+"""The pictures of the documents, drawn from the committed results or from nothing but an idea."""
 
-python docs/build/pictures.py                 # the SVG files
-python docs/build/pictures.py --screenshot    # and the page of the demo, with the Chromium of this machine
-"""
-
-import argparse
-import shutil
 from collections.abc import Callable
 from html import escape
 from pathlib import Path
 
 from svg import INK, THEMED, Line, line_chart, page
 from tables import DEFAULT, MODELS, REUSE, load_result, robust_rows
-
-from hf_blend.errors import ConfigError, import_extra
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "pictures"
@@ -26,8 +18,6 @@ PALE = "#f1f5f9"
 PIECES = (("prefix", 70), ("chunk A", 150), ("chunk B", 150), ("chunk C", 150), ("question", 90))
 LEFT = 130
 TAKEN = {1: (14, 96), 2: (4, 60, 128), 3: (30, 84)}  # by piece, where recomputed tokens stand in it
-SCREENSHOT_MS = 120_000  # until the page is there, on a busy machine
-CHROMIUM_FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync")
 
 
 def prompt() -> str:
@@ -128,37 +118,11 @@ def path_of(name: str) -> Path:
     return (ROOT / "evaluation" / "demo" if name == "quality" else FOLDER) / f"{name}.svg"
 
 
-def screenshot(path: Path) -> None:
-    """Start the demo, and take a picture of the example that it opens with."""
-    from hf_blend.evaluation.demo.page import Demo, serve
-
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    if chromium is None:
-        raise ConfigError(f"no Chromium was found to draw {str(path)!r} with. Install it, and run this again.")
-    api = import_extra("playwright.sync_api", extra="dev", wanted_by="a screenshot")
-    blocks, url = serve(Demo(), wait=False)
-    try:
-        with api.sync_playwright() as running:
-            browser = running.chromium.launch(executable_path=chromium, args=list(CHROMIUM_FLAGS))
-            seen = browser.new_page(viewport={"width": 1280, "height": 800})
-            seen.set_default_timeout(SCREENSHOT_MS)
-            seen.goto(url)
-            seen.locator("#hb-documents .hb-chosen").first.wait_for()
-            seen.screenshot(path=path)
-            browser.close()
-    finally:
-        blocks.close(verbose=False)
-
-
 def main() -> None:
     """Write all pictures into docs/pictures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--screenshot", action="store_true")
     FOLDER.mkdir(parents=True, exist_ok=True)
     for name, draw in PICTURES.items():
         path_of(name).write_text(f"{draw()}\n", encoding="utf-8")
-    if parser.parse_args().screenshot:
-        screenshot(FOLDER / "demo.png")
 
 
 def _row(place: int, name: str, colours: list[str], taken: dict[int, tuple[int, ...]]) -> str:
