@@ -75,8 +75,8 @@ def _rows(model: Any, context: int, plan: OffloadPlan, folder: str) -> list[dict
     fill(model, list(caches.values()), context, plan.seed)
     rates, texts = _turns(model, caches, context, plan)
     memory = caches[OURS].kv_memory  # type: ignore[attr-defined]
-    bytes_held = {"away_layers": len(away), "peak_resident_bytes": memory.peak_resident_bytes}
-    bytes_held |= {"disk_bytes": memory.disk_bytes, "loads": memory.loads, "prefetched": memory.prefetched}
+    bytes_held = {"away_layers": len(away), "disk_bytes": memory.disk_bytes}
+    bytes_held |= {"loads": memory.loads, "prefetched": memory.prefetched}
     rows = [
         {
             "context": context,

@@ -99,7 +99,6 @@ class OffloadedLayer(MadeStates, BlendLayer):
             self._opened = self._bring(end, key_states, value_states)
         elif self._buffers is None or self._buffers[0].shape[2] < end:
             self._move(key_states, value_states, round_up(end), slice(0, start))
-            self._count()
         self.length = end
         keys, values = self._shown()
         return keys[:, :, start:], values[:, :, start:]
@@ -164,7 +163,6 @@ class OffloadedLayer(MadeStates, BlendLayer):
             self._recent = along_batch(change, self._recent[0]), along_batch(change, self._recent[1])
         self.memory.change(self.index, change)
         self.settle()
-        self._count()
 
     def _append(self, keys: Tensor, values: Tensor) -> None:
         """Append tokens to a layer that is away, `[new, batch, kv_heads, head_dim]`; full blocks go to the memory."""
@@ -178,7 +176,6 @@ class OffloadedLayer(MadeStates, BlendLayer):
         else:
             self._recent = keys.clone(), values.clone()
         self.length = self._stored_tokens
-        self._count()
 
     def _forget(self, removed: int) -> None:
         if self.is_initialized and removed:
@@ -196,7 +193,6 @@ class OffloadedLayer(MadeStates, BlendLayer):
             self._recent = None
         elif self._buffers is None and self._recent is not None:
             self._recent = self._recent[0][: length - self.away_tokens], self._recent[1][: length - self.away_tokens]
-        self._count()
 
     def _like(self) -> Pair:
         """K and V with the layer's batch, heads, width and dtype, while none are in buffers."""
@@ -224,9 +220,6 @@ class OffloadedLayer(MadeStates, BlendLayer):
             return self._columns(slice(0, self.length))
         keys, values = self._opened
         return as_states(keys[: self.length]), as_states(values[: self.length])
-
-    def _count(self) -> None:
-        self.memory.count(("held", self.index), self.nbytes)
 
     def __getstate__(self) -> dict[str, Any]:
         """The state of a copy, whose memory is copied too: without what a forward has opened, and without observer."""

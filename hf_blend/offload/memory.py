@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The K and V of one cache that do not fit its device: where each layer is, what is read ahead, and byte counts.
+"""The K and V of one cache that do not fit its device: where each layer is, and what is read ahead.
 
 A layer is *resident* if its K and V stay on the device that computes it, and *away* otherwise. A layer that is away is
 brought to the device for its own attention; meanwhile another thread reads the next one.
@@ -18,7 +18,7 @@ from torch import Tensor
 from ..cache.layers import Pair
 from ..config import BlendConfig
 from ..errors import ConfigError
-from .states import AwayLayer, as_states, check_folder, is_same
+from .states import AwayLayer, check_folder, is_same
 
 DISK = "disk"
 GROW_TOKENS = 64  # buffers grow by so many; so many new tokens of a layer stay on its device before they are put away
@@ -27,7 +27,7 @@ Device = int | str  # as accelerate names it: a number for a GPU, "mps", "cpu" o
 
 
 class KVMemory:
-    """Places the layers of one cache, stores those that are away, and counts bytes."""
+    """Places the layers of one cache, and stores those that are away."""
 
     def __init__(self, layers: Sequence[int], config: BlendConfig) -> None:
         check_folder(config.offload_folder)
@@ -41,10 +41,6 @@ class KVMemory:
             self.device_map = dict.fromkeys(layers, placed)
         self._check_device_map()
         self.away: dict[int, AwayLayer] = {}  # by the number of the layer
-        # Bytes of the placed layers on the devices that compute them, and of a layer that was brought until the next
-        self._counts: dict[Any, int] = {}
-        self.resident_bytes = 0
-        self.peak_resident_bytes = 0
         # Reading ahead: layer, rows, K and V
         self._ahead: tuple[int, int, Future[Pair]] | None = None
         self._reader = ThreadPoolExecutor(1, READER)
@@ -65,13 +61,6 @@ class KVMemory:
     def disk_bytes(self) -> int:
         """Bytes on disk."""
         return sum(layer.disk_bytes for layer in self.away.values())
-
-    def count(self, what: Any, nbytes: int) -> None:
-        """Set how many bytes of one kind are on a device; the counts of all kinds add up to `resident_bytes`."""
-        self.resident_bytes += nbytes - self._counts.pop(what, 0)
-        if nbytes:
-            self._counts[what] = nbytes
-        self.peak_resident_bytes = max(self.peak_resident_bytes, self.resident_bytes)
 
     def is_resident(self, index: int, states: Tensor) -> bool:
         """Whether K and V of a layer, of which `states` are some, stay on its device."""
@@ -103,11 +92,9 @@ class KVMemory:
                 del self.away[index]
 
     def remove(self, index: int) -> None:
-        """Delete what is away of a layer and reset its counts."""
+        """Delete what is away of a layer."""
         self._forget_ahead(index)
         self.away.pop(index, None)
-        self.count("at work", 0)
-        self.count(("held", index), 0)
 
     def bring(self, index: int, tokens: int, keys: Tensor, values: Tensor) -> Pair:
         """Copy K and V of a layer to its device, with room for so many tokens; the caller owns the copy.
@@ -115,7 +102,6 @@ class KVMemory:
         Shapes: keys `[batch, kv_heads, rows, head_dim]` → `[rows, batch, kv_heads, head_dim]`.
         """
         layer = self.away.get(index)
-        self.count("at work", 0)
         if layer is None or not layer.tokens:
             brought = _empty_rows(keys, round_up(tokens)), _empty_rows(values, round_up(tokens))
         else:
@@ -123,14 +109,12 @@ class KVMemory:
             brought = ahead or layer.bring(max(tokens, layer.tokens + GROW_TOKENS))
             self.loads += 1
             self.prefetched += ahead is not None
-        self.count("at work", sum(states.nbytes for states in brought))
         self._read_ahead(index)
         return brought
 
     def release(self) -> None:
         """Drop the layer that was read ahead; called where the next step uses blocks, not whole layers."""
         self._forget_ahead()
-        self.count("at work", 0)
 
     def _take_ahead(self, index: int, tokens: int) -> Pair | None:
         """What was read ahead, if it is of this layer."""
@@ -142,7 +126,6 @@ class KVMemory:
             if states.is_cuda:
                 states.record_stream(torch.cuda.current_stream(states.device))
         self._ahead = None
-        self.count("ahead", 0)
         return brought
 
     def _read_ahead(self, index: int) -> None:
@@ -156,22 +139,17 @@ class KVMemory:
         layer = self.away[following]
         rows = layer.tokens + GROW_TOKENS
         self._ahead = following, rows, self._reader.submit(_on_side_stream, layer, rows)
-        self.count("ahead", rows * sum(_token_bytes(as_states(like)) for like in layer.like))
 
     def _forget_ahead(self, index: int | None = None) -> None:
         """Drop what was read ahead of a layer, or of any layer (None)."""
         if self._ahead is not None and index in (None, self._ahead[0]):
             self._ahead[2].exception()  # waits for the reader
             self._ahead = None
-            self.count("ahead", 0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KVMemory":
         """A copy with the same tokens in the same places."""
         twin = memo[id(self)] = KVMemory(self._layers, self._config)
         twin.away = {index: layer.changed(Tensor.clone) for index, layer in self.away.items()}
-        for what, nbytes in self._counts.items():
-            if what[0] == "held":
-                twin.count(what, nbytes)
         return twin
 
 
@@ -213,8 +191,3 @@ def _torch_device(device: Device) -> torch.device:
             f"kv_device_map has the device {device!r}, expected the number of a GPU, a device such as 'cpu', or "
             "'disk'. Correct it."
         ) from error
-
-
-def _token_bytes(states: Tensor) -> int:
-    """Bytes of a token of `[batch, kv_heads, any, head_dim]`."""
-    return states.shape[0] * states.shape[1] * states.shape[3] * states.element_size()

@@ -43,14 +43,12 @@ class AwayBlocks(BlockedLayer):
         """See `BlockedLayer.settle`."""
         super().settle()
         self._layer.sees_blocks = False
-        self._count()
 
     def release(self) -> None:
         """Free the copy on the device: the next step attends to everything."""
         self._copy = None
         self._copied = None
         self._copied_tokens = 0
-        self._count()
 
     def close(self) -> None:
         """End the session."""
@@ -125,12 +123,3 @@ class AwayBlocks(BlockedLayer):
             super().begin()
             self._represent(tokens // self._size, keys)
             self._layer.unchanged_tokens = tokens
-            self._count()
-
-    def _count(self) -> None:
-        """Report the bytes on the device to the memory."""
-        memory = self._layer.memory
-        copied = sum(states.nbytes for states in self._copy or ())
-        represented = 0 if self._represented is None else self._represented.nbytes
-        memory.count(("blocks", self._layer.index), copied)
-        memory.count(("represented", self._layer.index), represented)
