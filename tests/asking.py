@@ -25,12 +25,19 @@ def memory():
 
 def batched(*requests):
     """Several requests as the keywords of one batch; one as it is."""
-    return requests[0] if len(requests) == 1 else {name: [one[name] for one in requests] for name in requests[0]}
+    if len(requests) == 1:
+        return requests[0]
+    batch = {}
+    for name in requests[0]:
+        batch[name] = [one[name] for one in requests]
+    return batch
 
 
 def prepared(model, *requests, store=None, **settings):
     """A cache, and the inputs of a prompt of ids or of a batch of them."""
-    cache = BlendCache(model, memory() if store is None else store, **settings)
+    if store is None:
+        store = memory()
+    cache = BlendCache(model, store, **settings)
     return cache, cache.inputs(None, **batched(*requests))
 
 
@@ -41,8 +48,10 @@ def generated(model, inputs, cache=None, **ways):
 
 def as_stock(model, inputs, cache, how=None, **ways):
     """Ids of prompt and answer, which are those of stock transformers; `how` is said to the first alone."""
-    output = generated(model, inputs, cache, **ways, **(how or {}))
-    assert torch.equal(output, generated(model, inputs, **ways))
+    blended_ways = {**ways, **(how or {})}
+    output = generated(model, inputs, cache, **blended_ways)
+    expected = generated(model, inputs, **ways)
+    assert torch.equal(output, expected)
     return output
 
 
@@ -56,15 +65,16 @@ def logits(model, *requests, store=None, tokens=3, **settings):
     """Logits of each new token, `[rows, tokens, vocabulary]`, and the cache behind them."""
     cache, inputs = prepared(model, *requests, store=store, **settings)
     ways = {"max_new_tokens": tokens, "output_logits": True, "return_dict_in_generate": True}
-    return torch.stack(generated(model, inputs, cache, **ways).logits, 1), cache
+    output = generated(model, inputs, cache, **ways)
+    return torch.stack(output.logits, 1), cache
 
 
 @torch.no_grad()
 def prefill(model, inputs, cache=None):
     """Last logits of one forward, each row's positions counted from its first token."""
-    positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)
-    given = {"position_ids": positions, "logits_to_keep": 1}
-    return model(**inputs, **given, past_key_values=cache, use_cache=cache is not None).logits
+    before = inputs["attention_mask"].cumsum(-1) - 1
+    given = {**inputs, "position_ids": before.clamp_min(0), "logits_to_keep": 1}
+    return model(**given, past_key_values=cache, use_cache=cache is not None).logits
 
 
 def prefilled(model, *requests, store=None, **settings):
@@ -80,8 +90,12 @@ def prompt(tokens, seed=0, rows=1):
 
 def hooks(model):
     """How many hooks a model carries, without those by which living caches hear of its forwards."""
-    kinds = [hooks for module in model.modules() for hooks in (module._forward_hooks, module._forward_pre_hooks)]
-    return sum(not hears_forwards(hook) for hooks in kinds for hook in hooks.values())
+    count = 0
+    for module in model.modules():
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            if not hears_forwards(hook):
+                count += 1
+    return count
 
 
 def apart(got, expected):
@@ -93,10 +107,12 @@ def rotated(states, positions):
     """Llama's rotation, written out in float64: `[…, tokens, width]` at `[tokens]`, or by one distance."""
     half = states.shape[-1] // 2
     positions = torch.as_tensor(positions).reshape(-1, 1)
-    angles = positions * 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
-    first = states[..., :half].double()
-    second = states[..., half:].double()
-    return torch.cat([first * angles.cos() - second * angles.sin(), first * angles.sin() + second * angles.cos()], -1)
+    exponents = torch.arange(half, dtype=torch.float64) / half
+    angles = positions * 10000.0**-exponents
+    cos = angles.cos()
+    sin = angles.sin()
+    first, second = states.double().chunk(2, -1)
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
 
 
 def noting(monkeypatch, owner, name, note):
@@ -112,7 +128,9 @@ def noting(monkeypatch, owner, name, note):
 
 def jsonl(path, *rows):
     """A file with one row on each line."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    with path.open("w", encoding="utf-8") as opened:
+        for row in rows:
+            opened.write(json.dumps(row) + "\n")
     return path
 
 
@@ -145,10 +163,13 @@ def _rounded(states, axis, bits):
     if bits == 8:
         scale = states.abs().amax(axis, keepdim=True) / 127
         scale = torch.where(scale > 0, scale, 1.0)
-        return (states / scale).round().clamp(-127, 127) * scale
+        steps = (states / scale).round()
+        return steps.clamp(-127, 127) * scale
     low = states.amin(axis, keepdim=True).bfloat16().float()
-    step = ((states.amax(axis, keepdim=True) - low) / 15).bfloat16().float()
-    return ((states - low) / step).round().clamp(0, 15) * step + low
+    high = states.amax(axis, keepdim=True)
+    step = ((high - low) / 15).bfloat16().float()
+    steps = ((states - low) / step).round()
+    return steps.clamp(0, 15) * step + low
 
 
 def packed_by_hand(keys, values, bits=8, tokens=None):

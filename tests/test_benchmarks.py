@@ -21,11 +21,9 @@ def test_gpu_benchmark_runs_on_cpu(tmp_path):
     small = ["--tokens", "200", "--chunk-tokens", "64", "--question-tokens", "8", "--rounds", "1"]
     gpu.main(["--device", "cpu", "--shape", "tiny", *small, "--output", str(output)])
     found = json.loads(output.read_text("utf-8"))
-    assert [(row["shape"], row["tokens"], row["ratio"]) for row in found["rows"]] == [
-        ("tiny", 137, 0.15),
-        ("tiny", 137, 0.05),
-    ]
+    assert [row["ratio"] for row in found["rows"]] == [0.15, 0.05]
     for row in found["rows"]:
+        assert row["tokens"] == 137
         assert row["ttft_ratio"] == pytest.approx(row["ttft_ms"] / row["full_ttft_ms"])
         assert row["bound_share"] == pytest.approx(1 / row["ttft_ratio"] / row["flop_bound"])
         assert 0 < row["charged_budget"] < 1 < row["flop_bound"]
@@ -54,4 +52,5 @@ def test_measurement_makes_what_its_file_holds(name):
     assert rows
     if kept.exists():
         held = json.loads(kept.read_text("utf-8"))
-        assert rows[0].keys() >= held.get("rows", [held])[0].keys()
+        expected, *_ = held.get("rows", [held])
+        assert rows[0].keys() >= expected.keys()

@@ -3,6 +3,7 @@
 """The controller recomputes what loading hides, loads what is worth it, and measures a machine once."""
 
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from tiny_models import tiny_model
 from hf_blend import ChunkStore, ConfigError, plugins
 from hf_blend.loading.controller import LoadingController, advise
 from hf_blend.loading.profile import Point, Profile
-from tests.asking import logits
+from tests.asking import generated, logits, prepared
 
 
 def cost(tokens: int, ratio: float) -> float:
@@ -23,8 +24,11 @@ def cost(tokens: int, ratio: float) -> float:
 
 @pytest.fixture
 def profile():
-    points = tuple(Point(tokens, ratio, cost(tokens, ratio)) for tokens in (512, 1536) for ratio in (0.05, 0.5))
-    return Profile({}, points, bytes_per_token=50_000)
+    points = []
+    for tokens in (512, 1536):
+        for ratio in (0.05, 0.5):
+            points.append(Point(tokens, ratio, cost(tokens, ratio)))
+    return Profile({}, tuple(points), bytes_per_token=50_000)
 
 
 def test_profile_fits_what_was_measured_and_beyond_once_for_all_ratios(profile, monkeypatch):
@@ -62,7 +66,7 @@ def test_advise_recomputes_what_loading_hides_and_computes_what_loads_too_slowly
 
 def request(chunks=(40, 50)):
     ids = iter(range(5, 95))
-    return {"prefix": [1], "chunks": [[next(ids) for _ in range(size)] for size in chunks], "question": [7, 9, 11]}
+    return {"prefix": [1], "chunks": [[*islice(ids, size)] for size in chunks], "question": [7, 9, 11]}
 
 
 def stored(model, path, profile, rate=1.0, chunks=(40, 50), of=None):
@@ -86,10 +90,8 @@ def test_controller_has_chunks_computed_where_loading_takes_longer(tmp_path, pro
     assert report.loaded_chunks + report.computed_chunks <= 1, "the prefix alone"
     assert report.reusable_tokens == 0
     assert store.controller.last.loaded_chunks == 0
-    plain = model.generate(
-        torch.tensor([[1, *request()["chunks"][0], *request()["chunks"][1], 7, 9, 11]]),
-        max_new_tokens=3, do_sample=False, eos_token_id=None, output_logits=True, return_dict_in_generate=True,
-    )  # fmt: skip
+    _, inputs = prepared(model, request())
+    plain = generated(model, inputs, max_new_tokens=3, output_logits=True, return_dict_in_generate=True)
     torch.testing.assert_close(got, torch.stack(plain.logits, 1), rtol=1e-4, atol=1e-4)
 
 
@@ -102,7 +104,8 @@ def test_controller_recomputes_what_loading_hides_and_never_less_than_ratio(tmp_
         assert report.nominal_ratio >= expected
         assert report.nominal_ratio <= max(0.65, least)
     fast = stored(model, tmp_path, profile, 1e15)
-    assert answered(model, fast, recompute_ratio=0.2)[1].nominal_ratio == 0.2
+    _, report = answered(model, fast, recompute_ratio=0.2)
+    assert report.nominal_ratio == 0.2
 
 
 def test_controller_leaves_alone_what_is_in_memory_and_other_models(tmp_path, profile):
@@ -111,14 +114,17 @@ def test_controller_leaves_alone_what_is_in_memory_and_other_models(tmp_path, pr
     store = ChunkStore.open("memory://")
     store.controller = LoadingController(model, store, profile=profile, rates={"disk": 1.0})
     store.add(model, None, request()["chunks"], chunk_prefix_ids=(1,))
-    assert answered(model, store)[1].reusable_tokens > 0
+    _, report = answered(model, store)
+    assert report.reusable_tokens > 0
     assert store.controller.last is None
     disk = stored(other, tmp_path, profile, of=model)
-    assert answered(other, disk)[1].reusable_tokens > 0
+    _, report = answered(other, disk)
+    assert report.reusable_tokens > 0
 
 
 def slow_store(model, bytes_s):
-    store = ChunkStore(None, [ThrottledTier(plugins.load("store.tiers", "memory")(), bytes_s)])
+    in_memory = plugins.load("store.tiers", "memory")
+    store = ChunkStore(None, [ThrottledTier(in_memory(), bytes_s)])
     keys = store.add(model, None, request()["chunks"], chunk_prefix_ids=(1,))
     return store, keys, store.tiers[0].name
 

@@ -49,17 +49,18 @@ def test_history_keeps_its_own_states_and_new_chunks_go_behind_it(shared_model, 
     turn = turn_of(5)
     run(model, cache.inputs(None, **turn, history=output), cache)
     assert cache.report.computed_chunks == 2
-    chosen = cache.report.chosen_columns[0]
+    (chosen,) = cache.report.chosen_columns
     assert len(chosen) == 6
     assert min(chosen) > held
     for layer, (keys, values) in zip(cache.layers, before, strict=True):
         assert torch.equal(layer.keys[:, :, :held], keys)
         assert torch.equal(layer.values[:, :, :held], values)
-    chunk = store.get(ChunkKey(fingerprint(model), (1,), turn["chunks"][1]))
+    key = ChunkKey(fingerprint(model), (1,), turn["chunks"][1])
+    _, stored = store.get(key).layers[3]
     start = held + 1 + 14
-    left = [column for column in range(start, start + 21) if column not in chosen]
-    stored = chunk.layers[3][1][:, [column - start for column in left]]
-    assert torch.equal(cache.layers[3].values[0][:, left], stored)
+    left = sorted({*range(start, start + 21)} - {*chosen})
+    values = cache.layers[3].values[0]
+    assert torch.equal(values[:, left], stored[:, torch.tensor(left) - start])
 
 
 @pytest.mark.parametrize("cached", [10, 40])
@@ -75,12 +76,13 @@ def test_prefill_chunk_size_continues_cache_or_is_refused_by_name(store, cached)
             run(model, whole, cache, prefill_chunk_size=20)
         assert cache.get_seq_length() == cached
     else:
-        assert torch.equal(run(model, whole, cache, prefill_chunk_size=20), run(model, whole))
+        got = run(model, whole, cache, prefill_chunk_size=20)
+        assert torch.equal(got, run(model, whole))
 
 
 @pytest.mark.parametrize(
     ("family", "batch", "size"),
-    [("llama", 1, 7), ("gemma3_text", 3, 25), pytest.param("llama", 3, 64, marks=pytest.mark.slow)],
+    [("llama", 1, 7), ("gemma3_text", 3, 25)],
 )
 def test_prefill_chunk_size_blends_every_part(store, family, batch, size):
     model = shared_zoo_model(family)
@@ -93,9 +95,11 @@ def test_prefill_chunk_size_blends_every_part(store, family, batch, size):
     parts, inputs = prepared(model, *requests, store=store, recompute_ratio=0.15)
     run(model, inputs, parts, prefill_chunk_size=size)
     number = -(-inputs["input_ids"].shape[1] // size)
+    expected = whole.report
+    reused = expected.reusable_tokens + expected.exact_tokens
     for got in (cache.report, parts.report):
-        assert got.prompt_tokens == whole.report.prompt_tokens
-        lost = whole.report.reusable_tokens + whole.report.exact_tokens - got.reusable_tokens - got.exact_tokens
+        assert got.prompt_tokens == expected.prompt_tokens
+        lost = reused - got.reusable_tokens - got.exact_tokens
         assert 0 <= lost <= number * batch, "only the last token of each part is always computed"
     assert parts.report.charged_budget < 1
     for columns in parts.report.chosen_columns:
