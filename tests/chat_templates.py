@@ -57,19 +57,12 @@ PARTS = [{"type": "text", "text": part} for part in (*DOCUMENTS, QUESTION)]
 TITLED = [{"title": text[:12], "text": text} for text in DOCUMENTS]
 
 CASES = {
-    "chatml": (CHATML, [SYSTEM, ASKED], DOCUMENTS, {}),
     "qwen3 with tools and turns": (QWEN3, [SYSTEM, *TURNS], DOCUMENTS, {"tools": TOOLS}),
     "llama 3": (LLAMA3, [SYSTEM, ASKED], DOCUMENTS, {}),
     "mistral, several turns": (MISTRAL, TURNS, DOCUMENTS, {}),
     "gemma, content in parts": (GEMMA, [{"role": "user", "content": PARTS}], DOCUMENTS, {}),
     "phi, a system prompt with documents": (PHI, [{**SYSTEM, "content": JOINED}, TURNS[0]], DOCUMENTS, {}),
     "command-r, its own documents": (COMMAND_R, [SYSTEM, {**ASKED, "content": QUESTION}], TITLED, {}),
-    "an answer that is begun": (
-        CHATML,
-        [ASKED, {"role": "assistant", "content": "It is"}],
-        DOCUMENTS,
-        {"continue_final_message": True},
-    ),
 }
 
 

@@ -15,16 +15,17 @@ from hf_blend.errors import ConfigError
 SEQUENCES = st.integers(0, 3)
 PLACES = st.integers(-1, 24)
 STOPS = st.none() | PLACES
-OPERATION = st.one_of(
-    st.tuples(st.just("append"), SEQUENCES, st.integers(1, 6)),
-    st.tuples(st.just("remove"), st.none() | SEQUENCES, PLACES, STOPS),
-    st.tuples(st.just("copy"), SEQUENCES, SEQUENCES, PLACES, STOPS),
-    st.tuples(st.just("keep"), SEQUENCES),
-    st.tuples(st.just("shift"), SEQUENCES, PLACES, STOPS, st.integers(-9, 9)),
-    st.tuples(st.just("divide"), SEQUENCES, PLACES, STOPS, st.integers(1, 4)),
-    st.tuples(st.just("crop"), SEQUENCES, st.integers(0, 4)),
-    st.tuples(st.just("compact")),
-)
+ARGUMENTS = {
+    "append": (SEQUENCES, st.integers(1, 6)),
+    "remove": (st.none() | SEQUENCES, PLACES, STOPS),
+    "copy": (SEQUENCES, SEQUENCES, PLACES, STOPS),
+    "keep": (SEQUENCES,),
+    "shift": (SEQUENCES, PLACES, STOPS, st.integers(-9, 9)),
+    "divide": (SEQUENCES, PLACES, STOPS, st.integers(1, 4)),
+    "crop": (SEQUENCES, st.integers(0, 4)),
+    "compact": (),
+}
+OPERATION = st.sampled_from([*ARGUMENTS]).flatmap(lambda name: st.tuples(st.just(name), *ARGUMENTS[name]))
 
 
 def moves(tokens, *more):
