@@ -21,7 +21,7 @@ from hf_blend.context import self_extend, sequence_cache
 from hf_blend.model import calibrate, hooks
 from hf_blend.model.checks import CHECKS, CheckResult
 from hf_blend.model.row_masks import LocalLines
-from hf_blend.prefill import arguments, blend, plan, realign, rows, selection
+from hf_blend.prefill import arguments, blend, plan, realign, rows
 from hf_blend.verify.model_under_test import FLOAT32_LOGITS, ModelUnderTest, attending, attention_of
 from hf_blend.verify.runner import DTYPES, Verdict, check_names, run_checks, verify
 from tests.asking import looking_ahead, raising
@@ -183,13 +183,11 @@ FORWARD = LlamaAttention.forward
 COMPOSE = realign.compose
 WRITE = realign.Realigner.write
 ROW_LINES = arguments.row_lines
-HIGHEST = selection.highest
 COMPUTE_CHUNKS = plan.compute_chunks
 BEGIN = blend.Prefill._begin
 CUT = arguments.RowArguments.cut
 WRITE_STATES = rows.Rows.write_states
 ENDED = hooks.ForwardHooks._ended
-LAYER_UPDATE = layers.BlendLayer.update
 
 
 OVERWRITE = layers.BlendLayer.overwrite
