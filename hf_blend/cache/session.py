@@ -38,7 +38,7 @@ from .state import BlendState
 KIND = "hf_blend.conversation/1"
 END = 1 << 31  # of token ids and positions
 FIXED_PARTS = ("conv_states", "recurrent_states")  # parts of a layer whose size does not grow with the tokens
-COMPARED = ("rope", "tokenizer", "model", "kv_bits")  # rope first: it is also a part of the model
+COMPARED = ("rope", "model", "kv_bits")  # rope first: it is also a part of the model
 
 
 def save_cache(cache: BlendState, path: str | Path) -> int:
@@ -127,12 +127,11 @@ def refusing(path: str | Path) -> Iterator[None]:
         ) from fault
 
 
-def identity(model: nn.Module, author: Author, kv_bits: int | None = None, tokenizer: str = "") -> dict[str, str]:
-    """What a session belongs to; `tokenizer` is a digest, empty where it does not matter."""
+def identity(model: nn.Module, author: Author, kv_bits: int | None = None) -> dict[str, str]:
+    """What a session belongs to."""
     rope = getattr(text_config(model), "rope_parameters", None)
     return {
         "model": author.stored_name(),
-        "tokenizer": tokenizer,
         "rope": json.dumps(rope, sort_keys=True, default=str),
         "kv_bits": "" if kv_bits is None else str(kv_bits),
     }
