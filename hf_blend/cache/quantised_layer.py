@@ -8,12 +8,11 @@ Differs: 8 bits, symmetric, so that no entry is off by more than 1/254 of the la
 of the dtype; or 4 bits with a least value for each group, as with the codec int4. Every forward sees its own tokens as
 they are.
 
-A cell is quantised once, with others that came just before or behind it, and its bits never change, whatever is
-removed, shared or moved. Where some of a group are removed, the others keep its scales.
+Tokens are packed once, in groups of 32. Where a crop cuts a group, what is left of it is unpacked, and is packed again
+with the tokens that follow: these at most 31 tokens are rounded twice.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,8 +24,7 @@ from .layers import BlendLayer, Columns, MadeStates, Pair
 
 GROUP_TOKENS = 32  # share a scale per channel of K
 LARGEST = 127
-PARTS = ("bytes", "scale", "least")  # of K and of V; the last one in 4 bits only
-GROUPS = "groups"  # of packed cells: by cell, which scales its key has
+BY_GROUP = ("k.scale", "k.least")  # have a column for each group; the other parts for each token
 
 
 def pack(bits: int, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
@@ -35,34 +33,45 @@ def pack(bits: int, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
     In 8 bits a step is the largest magnitude / 127, by channel in 32 tokens of K, and by token of V. In 4 bits a least
     value and a step, (largest - least) / 15, are in bfloat16, by 32 tokens of K, and by 32 channels of V (by all if 32
     does not divide the width).
-    Returns tensors by name, whose third axis is the tokens, or the groups for the scales of K.
+    Returns tensors by name, whose third axis is the tokens, or the groups for those of `BY_GROUP`.
     """
-    if bits == 4 and (keys.shape[3] % 2 or values.shape[3] % 2):
+    key_groups = keys.unflatten(2, (-1, GROUP_TOKENS))
+    if bits == 8:
+        k_bytes, k_scale = _steps(key_groups)
+        v_bytes, v_scale = _steps(values)
+        return {
+            "k.bytes": k_bytes.flatten(2, 3),
+            "k.scale": k_scale.squeeze(3),
+            "v.bytes": v_bytes,
+            "v.scale": v_scale,
+        }
+    if keys.shape[3] % 2 or values.shape[3] % 2:
         raise ConfigError(
             f"kv_bits=4 came with heads of width {keys.shape[3]} and {values.shape[3]}, but two values share a byte, "
             "so an even width is expected. Use kv_bits=8."
         )
-    keys = keys.unflatten(2, (-1, GROUP_TOKENS))
-    k: tuple[Tensor, ...]
-    v: tuple[Tensor, ...]
-    if bits == 4:
-        k, v = nibbles.packed(keys, 3), nibbles.packed(_channel_groups(values), 4)
-    else:
-        k, v = _steps(keys, 3), _steps(values, 3)
-    k = k[0].flatten(2, 3), *(scale.squeeze(3) for scale in k[1:])
-    pairs = (("k", k), ("v", v))
-    return {f"{kind}.{name}": tensor for kind, parts in pairs for name, tensor in zip(PARTS, parts, strict=False)}
+    k_bytes, k_scale, k_least = nibbles.packed(key_groups, 3)
+    v_bytes, v_scale, v_least = nibbles.packed(_channel_groups(values), 4)
+    return {
+        "k.bytes": k_bytes.flatten(2, 3),
+        "k.scale": k_scale.squeeze(3),
+        "k.least": k_least.squeeze(3),
+        "v.bytes": v_bytes,
+        "v.scale": v_scale,
+        "v.least": v_least,
+    }
 
 
 def unpack(parts: Mapping[str, Tensor], keys: Tensor, values: Tensor) -> None:
-    """Write packed tokens to `[batch, kv_heads, tokens, width]` each; as many tokens in a row share a scale of K."""
-    groups = parts["k.scale"].shape[2]
-    keys, steps = (states.unflatten(2, (groups, -1)) for states in (keys, parts["k.bytes"]))
+    """Write whole packed groups to `[batch, kv_heads, tokens, width]` each."""
+    key_groups = keys.unflatten(2, (-1, GROUP_TOKENS))
+    steps = parts["k.bytes"].unflatten(2, (-1, GROUP_TOKENS))
+    scale = parts["k.scale"].unsqueeze(3)
     if "k.least" in parts:
-        nibbles.unpacked(steps, parts["k.scale"].unsqueeze(3), parts["k.least"].unsqueeze(3), out=keys)
+        nibbles.unpacked(steps, scale, parts["k.least"].unsqueeze(3), out=key_groups)
         nibbles.unpacked(parts["v.bytes"], parts["v.scale"], parts["v.least"], out=_channel_groups(values))
     else:
-        keys.copy_(steps).mul_(parts["k.scale"].unsqueeze(3))
+        key_groups.copy_(steps).mul_(scale)
         values.copy_(parts["v.bytes"]).mul_(parts["v.scale"])
 
 
@@ -70,154 +79,12 @@ def _channel_groups(values: Tensor) -> Tensor:
     return values.unflatten(3, (-1, nibbles.group_width(values.shape[3])))
 
 
-def _steps(states: Tensor, axis: int) -> tuple[Tensor, ...]:
-    """Symmetric steps of 8 bits, and their size."""
+def _steps(states: Tensor) -> tuple[Tensor, Tensor]:
+    """Symmetric steps of 8 bits along the fourth axis, and their size."""
     fine = torch.float32 if states.dtype == torch.float16 else states.dtype  # whose small ones are fine too
-    scales = (states.abs().amax(dim=axis, keepdim=True).float() / LARGEST).to(fine)
+    scales = (states.abs().amax(dim=3, keepdim=True).float() / LARGEST).to(fine)
     scales = torch.where(scales > 0, scales, 1.0)
     return (states.float() / scales).round_().clamp_(-LARGEST, LARGEST).to(torch.int8), scales
-
-
-@dataclass(frozen=True)
-class PackedState:
-    """How many tokens are packed, how many groups they have, and the tokens behind them as they were computed."""
-
-    packed: int
-    groups: int
-    recent: Pair
-
-
-class PackedCells:
-    """K and V of tokens 0, 1, 2 …, `[batch, kv_heads, tokens, width]`; what `append` adds counts from `commit` on."""
-
-    def __init__(self, bits: int, keys: Tensor, values: Tensor) -> None:
-        """Take batch, heads, widths, dtype and device from K and V; hold nothing."""
-        self._bits = bits
-        zeros = (states.new_zeros((*states.shape[:2], GROUP_TOKENS, states.shape[3])) for states in (keys, values))
-        self.columns = {
-            name: Columns(data, 1 if is_by_group(name) else GROUP_TOKENS) for name, data in pack(bits, *zeros).items()
-        }
-        self.columns[GROUPS] = Columns(torch.empty((1, 1, 0), dtype=torch.int32, device=keys.device))
-        self.state = self._next = PackedState(0, 0, (keys[:, :, :0].clone(), values[:, :, :0].clone()))
-
-    @property
-    def length(self) -> int:
-        """How many tokens are held."""
-        return self.state.packed + self.state.recent[0].shape[2]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of every buffer, spare room included."""
-        return sum(data.nbytes for data in self.tensors())
-
-    def tensors(self) -> list[Tensor]:
-        """Every buffer, and the tokens that are not packed."""
-        return [*(column.buffer for column in self.columns.values()), *self.state.recent]
-
-    def like(self, tokens: int) -> Pair:
-        """K and V for so many tokens, contents undefined."""
-        keys, values = (states.new_empty((*states.shape[:2], tokens, states.shape[3])) for states in self.state.recent)
-        return keys, values
-
-    def append(self, start: int, keys: Tensor, values: Tensor) -> None:
-        """Put new tokens behind the first `start` ones, and pack all whole groups but one."""
-        state = self._first(start)
-        recent = [torch.cat(pair, 2) for pair in zip(state.recent, (keys, values), strict=True)]
-        groups = max(0, recent[0].shape[2] // GROUP_TOKENS - 1)
-        tokens = groups * GROUP_TOKENS
-        if groups:
-            of = torch.arange(groups, dtype=torch.int32, device=keys.device).repeat_interleave(GROUP_TOKENS)
-            packed = pack(self._bits, *(states[:, :, :tokens] for states in recent))
-            self._write(state, {**packed, GROUPS: of[None, None]})
-            recent = [states[:, :, tokens:].clone() for states in recent]
-        self._next = PackedState(state.packed + tokens, state.groups + groups, (recent[0], recent[1]))
-
-    def commit(self) -> None:
-        """Hold what was appended last."""
-        self.state = self._next
-
-    def restore(self, state: PackedState) -> None:
-        """Return to an earlier state, since which tokens were only appended."""
-        self.state = self._next = state
-
-    def crop(self, tokens: int) -> None:
-        """Hold the first tokens only."""
-        self.restore(self._first(tokens))
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Change all that is held along its first axis, in place where its shape stays."""
-        for name, column in self.columns.items():
-            if name != GROUPS:
-                changed = change(column.buffer)
-                same = changed.shape == column.buffer.shape
-                column.buffer = column.buffer.copy_(changed) if same else changed
-        keys, values = map(change, self.state.recent)
-        self.restore(PackedState(self.state.packed, self.state.groups, (keys, values)))
-
-    def read(self, start: int, stop: int, out: Sequence[Tensor]) -> None:
-        """Unpack the tokens `start <= token < stop` into `out`: K and V of as many tokens, in their dtype."""
-        state = self.state
-        end = min(max(state.packed, start), stop)
-        if end > start:
-            self._unpack(slice(start, end), [states[:, :, : end - start] for states in out])
-        for states, recent in zip(out, state.recent, strict=True):
-            states[:, :, end - start :] = recent[:, :, end - state.packed : stop - state.packed]
-
-    def parts(self, tokens: Tensor) -> dict[str, Tensor]:
-        """All that is held of some tokens of the first batch entry, by name, `[kv_heads, tokens or groups, width]`."""
-        state, at = self.state, tokens.to(self.state.recent[0].device)
-        count = int(torch.searchsorted(tokens, state.packed))
-        chosen = {name: column.buffer[0] for name, column in self.columns.items()}
-        used, groups = chosen.pop(GROUPS)[0].index_select(0, at[:count]).unique(return_inverse=True)
-        packed = {
-            name: tensor.index_select(1, used if is_by_group(name) else at[:count]) for name, tensor in chosen.items()
-        }
-        recent = (states[0].index_select(1, at[count:] - state.packed) for states in state.recent)
-        return {**packed, GROUPS: groups.int(), **dict(zip("kv", recent, strict=True))}
-
-    def extend(self, start: int, parts: Mapping[str, Tensor]) -> None:
-        """Append what `parts` gave: packed tokens behind the packed ones, recent tokens at the end."""
-        device = self.state.recent[0].device
-        keys, values = (parts[name][None].to(device) for name in "kv")
-        if GROUPS not in parts:
-            self.append(start, keys, values)
-            return self.commit()
-        state, packed, groups = self._first(start), len(parts[GROUPS]), parts["k.scale"].shape[1]
-        new = {name: parts[name][None].to(device) for name in self.columns}
-        self._write(state, {**new, GROUPS: new[GROUPS][None]})
-        recent = torch.cat([state.recent[0], keys], 2), torch.cat([state.recent[1], values], 2)
-        self.restore(PackedState(state.packed + packed, state.groups + groups, recent))
-
-    def _first(self, tokens: int) -> PackedState:
-        """What is held of the first tokens."""
-        state, recent = self.state, max(0, tokens - self.state.packed)
-        keys, values = (states[:, :, :recent] for states in state.recent)
-        if tokens >= state.packed:
-            return PackedState(state.packed, state.groups, (keys, values))
-        last = self.columns[GROUPS].buffer[0, 0, tokens - 1 : tokens]
-        return PackedState(tokens, int(last) + 1 if tokens else 0, (keys, values))
-
-    def _write(self, state: PackedState, parts: Mapping[str, Tensor]) -> None:
-        """Write packed tensors behind those of a state; their groups count from 0."""
-        for name, tensor in parts.items():
-            start = state.groups if is_by_group(name) else state.packed
-            self.columns[name].write(start, tensor + state.groups if name == GROUPS else tensor)
-
-    def _unpack(self, tokens: slice | Tensor, out: Sequence[Tensor]) -> None:
-        """Unpack whole groups that follow each other with their scales, other tokens each with its own."""
-        buffers = {name: column.buffer for name, column in self.columns.items()}
-        groups = _columns(buffers.pop(GROUPS), tokens)[0, 0]
-        scales = self._whole_groups(tokens) or groups
-        chosen = {name: _columns(buffer, scales if is_by_group(name) else tokens) for name, buffer in buffers.items()}
-        unpack(chosen, out[0], out[1])
-
-    def _whole_groups(self, tokens: slice | Tensor) -> slice | None:
-        """The groups that some tokens form, if every group has all of its tokens; None if that is not certain."""
-        state = self.state
-        if not isinstance(tokens, slice) or state.packed != state.groups * GROUP_TOKENS:
-            return None
-        is_whole = tokens.start % GROUP_TOKENS == tokens.stop % GROUP_TOKENS == 0
-        return slice(tokens.start // GROUP_TOKENS, tokens.stop // GROUP_TOKENS) if is_whole else None
 
 
 class QuantisedLayer(MadeStates, BlendLayer):
@@ -230,126 +97,161 @@ class QuantisedLayer(MadeStates, BlendLayer):
 
     def __init__(self, bits: int = 8, *args: Any) -> None:
         self._bits = bits
-        self._cells: PackedCells | None = None
-        self._opened: Pair | None = None
+        self.packed_tokens = 0  # whole groups
+        self._packed: dict[str, Columns] = {}  # see `pack`
+        self._recent: Pair | None = None  # the tokens behind the packed ones, as they were computed
+        self._opened: Pair | None = None  # all tokens, in a forward
         super().__init__(*args)
 
     @property
-    def packed_tokens(self) -> int:
-        """How many tokens are packed."""
-        return 0 if self._cells is None else self._cells.state.packed
-
-    @property
     def nbytes(self) -> int:
-        """Bytes held."""
-        packed = 0 if self._cells is None else self._cells.nbytes
-        return super().nbytes + packed + sum(tensor.nbytes for tensor in self._opened or ())
+        """Bytes held, spare room included."""
+        tensors = [column.buffer for column in self._packed.values()]
+        tensors += [*(self._recent or ()), *(self._opened or ())]
+        return super().nbytes + sum(tensor.nbytes for tensor in tensors)
 
     @property
     def batch_size(self) -> int:
         """How many batch entries there are; 0 in an empty layer."""
-        return 0 if self._cells is None else self._cells.state.recent[0].shape[0]
+        return 0 if self._recent is None else self._recent[0].shape[0]
 
     def open(self, tokens: int, key_states: Tensor, value_states: Tensor) -> Pair:
         """See `BlendLayer.open`; everything is unpacked until `settle`."""
-        if self._cells is None or (not self.length and self.batch_size != key_states.shape[0]):
+        if self._recent is None or (not self.length and self.batch_size != key_states.shape[0]):
             self.lazy_initialization(key_states, value_states)
             self._begin(key_states, value_states)
         self._opened = self._unpacked(tokens)
         self.length += tokens
-        return self._opened[0][:, :, -tokens:], self._opened[1][:, :, -tokens:]
+        keys, values = self._opened
+        return keys[:, :, -tokens:], values[:, :, -tokens:]
 
     def settle(self) -> None:
         """Pack whole groups, but for the last tokens."""
-        if self._opened is None or self._cells is None:
+        if self._opened is None:
             return
-        (keys, values), self._opened, start, packed = self._opened, None, self._cells.length, self._cells.state.packed
-        self._cells.append(start, keys[:, :, start:], values[:, :, start:])
-        self._cells.commit()
-        if self._cells.state.packed > packed:
-            self.unchanged_tokens = min(self.unchanged_tokens, packed)
+        start = self.packed_tokens
+        keys, values = (states[:, :, start:] for states in self._opened)
+        self._opened = None
+        groups = max(0, keys.shape[2] // GROUP_TOKENS - 1)
+        tokens = groups * GROUP_TOKENS
+        if groups:
+            for name, tensor in pack(self._bits, keys[:, :, :tokens], values[:, :, :tokens]).items():
+                column = start // GROUP_TOKENS if name in BY_GROUP else start
+                self._packed[name].write(column, tensor)
+            self.packed_tokens += tokens
+            self.unchanged_tokens = min(self.unchanged_tokens, start)
+        self._recent = keys[:, :, tokens:].clone(), values[:, :, tokens:].clone()
 
     def _forget(self, removed: int) -> None:
-        if self._cells is not None and removed:
-            self.length += removed
-            self._shortened()
-            self._cells.crop(self.length)
+        if self._recent is None or not removed:
+            return
+        self.length += removed
+        self._shortened()
+        group_start = self.length // GROUP_TOKENS * GROUP_TOKENS
+        if group_start < self.packed_tokens:
+            # The cut is in a packed group: what is left of it is unpacked
+            keys, values = (states.new_empty(_with_tokens(states, GROUP_TOKENS)) for states in self._recent)
+            unpack(self._columns_of(group_start, group_start + GROUP_TOKENS), keys, values)
+            self.packed_tokens = group_start
+            self._recent = keys, values
+        left = self.length - self.packed_tokens
+        self._recent = self._recent[0][:, :, :left], self._recent[1][:, :, :left]
 
     def state(self) -> dict[str, Tensor]:
         """See `BlendLayer.state`; what is packed stays so."""
-        cells: Any = self._cells
-        parts: dict[str, Tensor] = cells.parts(torch.arange(self.length))
-        return {**parts, GROUPS: parts[GROUPS][None]}
+        keys, values = self._recent  # type: ignore[misc]
+        packed = self._columns_of(0, self.packed_tokens)
+        return {"k": keys[0], "v": values[0], **{name: tensor[0] for name, tensor in packed.items()}}
 
     def load_state(self, state: Mapping[str, Tensor], tokens: int) -> None:
         """See `BlendLayer.load_state`."""
         self.reset()
-        self._begin(state["k"][None], state["v"][None])
-        self.lazy_initialization(state["k"], state["v"])
-        cells: Any = self._cells
-        cells.extend(0, {**state, GROUPS: state[GROUPS][0]})
+        keys, values = state["k"][None], state["v"][None]
+        self.lazy_initialization(keys, values)
+        self._begin(keys, values)
+        for name, column in self._packed.items():
+            column.write(0, state[name][None])
+        self._recent = keys, values
+        self.packed_tokens = tokens - keys.shape[2]
         self.length = tokens
 
     def has_lengths(self, state: Mapping[str, Tensor], tokens: int) -> bool:
         """See `BlendLayer.has_lengths`."""
-        packed, groups = state[GROUPS].shape[1], state["k.scale"].shape[1]
+        packed = state["k.bytes"].shape[1]
         for name, tensor in state.items():
-            expected = groups if is_by_group(name) else packed
-            if name in ("k", "v"):
+            expected = packed
+            if name in BY_GROUP:
+                expected = packed // GROUP_TOKENS
+            elif name in ("k", "v"):
                 expected = tokens - packed
             if tensor.shape[1] != expected:
                 return False
-        return is_grouping(state[GROUPS][0], groups)
+        return packed % GROUP_TOKENS == 0
 
     def snapshot(self) -> Any:
         """What `restore` needs to take back every token that comes from now on."""
-        return self.length, None if self._cells is None else self._cells.state
+        return self.length, self.packed_tokens, self._recent
 
     def restore(self, snapshot: Any) -> None:
         """Forget the tokens that came since a snapshot."""
-        length, state = snapshot
+        length, packed_tokens, recent = snapshot
         self._opened = None
-        if state is None or self._cells is None:
-            return self.reset()
-        self._cells.restore(state)
+        if recent is None:
+            self.reset()
+            return
         self.length = length
+        self.packed_tokens = packed_tokens
+        self._recent = recent
         self._shortened()
 
     def reset(self) -> None:
         """Forget everything."""
         super().reset()
-        self._cells = self._opened = None
+        self.packed_tokens = 0
+        self._packed = {}
+        self._recent = self._opened = None
 
     def _begin(self, key_states: Tensor, value_states: Tensor) -> None:
-        self._cells = PackedCells(self._bits, key_states, value_states)
+        """Hold no token, of this batch, dtype and device, and of these heads and widths."""
+        zeros = [states.new_zeros(_with_tokens(states, GROUP_TOKENS)) for states in (key_states, value_states)]
+        self._packed = {}
+        for name, tensor in pack(self._bits, *zeros).items():
+            self._packed[name] = Columns(tensor, 1 if name in BY_GROUP else GROUP_TOKENS)
+        self._recent = zeros[0][:, :, :0], zeros[1][:, :, :0]
 
     def _materialise(self, index: int) -> Tensor | None:
-        return None if self._cells is None else (self._opened or self._unpacked(0))[index]
+        if self._recent is None:
+            return None
+        return (self._opened or self._unpacked(0))[index]
 
     def _unpacked(self, room: int) -> Pair:
         """All tokens unpacked, and room for some more behind them."""
-        cells: Any = self._cells
-        keys, values = cells.like(self.length + room)
-        cells.read(0, self.length, (keys[:, :, : self.length], values[:, :, : self.length]))
+        packed = self.packed_tokens
+        recent: Any = self._recent
+        keys, values = (states.new_empty(_with_tokens(states, self.length + room)) for states in recent)
+        if packed:
+            unpack(self._columns_of(0, packed), keys[:, :, :packed], values[:, :, :packed])
+        keys[:, :, packed : self.length] = recent[0]
+        values[:, :, packed : self.length] = recent[1]
         return keys, values
+
+    def _columns_of(self, start: int, stop: int) -> dict[str, Tensor]:
+        """What is packed of the tokens of whole groups."""
+        groups = slice(start // GROUP_TOKENS, stop // GROUP_TOKENS)
+        parts = {}
+        for name, column in self._packed.items():
+            parts[name] = column.buffer[:, :, groups if name in BY_GROUP else slice(start, stop)]
+        return parts
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> None:
         self.unchanged_tokens = 0
-        if self._cells is not None:
-            self._cells.map(change)
+        for column in self._packed.values():
+            column.buffer = change(column.buffer)
+        if self._recent is not None:
+            self._recent = change(self._recent[0]), change(self._recent[1])
         super()._map(change)
 
 
-def is_by_group(name: str) -> bool:
-    """Return True if a part has a column for each group, not for each token."""
-    return name in ("k.scale", "k.least")
-
-
-def is_grouping(groups: Tensor, count: int) -> bool:
-    """Whether tokens can be of so many groups: in order, and no more in a group than share a scale."""
-    in_order = bool((groups.diff() >= 0).all() and (groups >= 0).all() and (groups < count).all())
-    return in_order and bool((groups.bincount(minlength=count) <= GROUP_TOKENS).all())
-
-
-def _columns(tensor: Tensor, columns: slice | Tensor) -> Tensor:
-    return tensor[:, :, columns] if isinstance(columns, slice) else tensor.index_select(2, columns)
+def _with_tokens(states: Tensor, tokens: int) -> tuple[int, ...]:
+    """The shape of K or V, with another number of tokens."""
+    return (*states.shape[:2], tokens, states.shape[3])
