@@ -7,7 +7,6 @@ import logging
 import shutil
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +18,8 @@ __all__ = ["Capacity"]
 
 logger = logging.getLogger(__name__)
 
-_FEW = 1000  # objects, which are listed again whenever one of them has to leave
+_MANY = 1000  # objects: of so many some more leave than have to, since each time all are listed
+_MORE_SHARE = 50
 _COUNT_EVERY_S = 2.0  # at most, and at most a twentieth of the time: what other processes stored and removed
 
 
@@ -47,12 +47,8 @@ class Capacity:
         self._cap_bytes = cap_bytes
         self._spare_folder = spare_folder
         self._estimate = estimate
-        self.objects = 0  # as counted last
         self._nbytes = 0
         self._in_flight_bytes = 0
-        self._in_order: deque[tuple[str, ObjectStat]] = deque()  # as listed last, the lowest score first
-        self._list_again_s = 0.0
-        self._has_changed = False  # since it was listed
         self._count_again_s = -1.0
         self._lock = threading.RLock()
 
@@ -76,7 +72,6 @@ class Capacity:
     def use(self, name: str, stat: ObjectStat | None, weight: float) -> None:
         """Count a use of an object, or what was reported of one."""
         if self.is_bounded and stat is not None:
-            self._has_changed = True
             self.tier.set_score(name, stat, self.policy.score(stat.score, time.time(), weight))
 
     def reserve(self, nbytes: int) -> None:
@@ -94,7 +89,6 @@ class Capacity:
         with self._lock:
             self._in_flight_bytes -= nbytes
             self._nbytes += nbytes if stored else 0
-            self._has_changed = True
 
     def removed(self, nbytes: int) -> None:
         """Report that an object was removed."""
@@ -114,39 +108,19 @@ class Capacity:
         if self._nbytes <= most_bytes:
             return
         with self.tier.lock():
-            counts = 0
-            is_stale = time.monotonic() > self._list_again_s or (self._has_changed and self.objects < _FEW)
-            while self._nbytes > most_bytes:
-                if is_stale or not self._in_order:
-                    if counts == 2:  # what cannot be deleted stays
-                        return
-                    counts += 1
-                    is_stale = False
-                    self._count(exactly=True)
+            objects = self._list()
+            if self._nbytes > most_bytes and len(objects) > _MANY:
+                most_bytes -= self._nbytes // _MORE_SHARE
+            for name, found in objects:
+                if self._nbytes <= most_bytes:
+                    return
+                try:
+                    is_deleted = self.tier.delete(name)
+                except OSError as error:
+                    logger.warning("chunk %s cannot be evicted (%s) and stays", name[-64:], error)
                     continue
-                name, listed = self._in_order.popleft()
-                found = self.tier.stat(name)
-                if found is None:
-                    continue
-                if found.score > listed.score:  # it was used since it was counted
-                    self._insert(name, found)
-                elif self._delete(name):
-                    self._nbytes -= listed.nbytes
-                    self._stats.count("evicted", self.tier.name)
-
-    def _delete(self, name: str) -> bool:
-        try:
-            return self.tier.delete(name)
-        except OSError as error:
-            logger.warning("chunk %s cannot be evicted (%s) and stays", name[-64:], error)
-            return False
-
-    def _insert(self, name: str, found: ObjectStat) -> None:
-        """Put an object back in its order."""
-        number = 0
-        while number < len(self._in_order) and self._in_order[number][1].score <= found.score:
-            number += 1
-        self._in_order.insert(number, (name, found))
+                self._nbytes -= found.nbytes
+                self._stats.count("evicted", self.tier.name, int(is_deleted))
 
     def _count(self, exactly: bool = False) -> None:
         """Count what is there, unless that was done a moment ago or nothing depends on it."""
@@ -154,28 +128,23 @@ class Capacity:
         if not exactly and (began_s < self._count_again_s or not self.is_bounded):
             return
         with self._lock:
-            total = None if exactly or self._estimate is None else self._estimate()
-            if total is None or (self._cap_bytes is not None and total > self._cap_bytes):
-                total = self._list()
-            if total is None:
-                return
-            self._nbytes = total
+            estimate = None if exactly or self._estimate is None else self._estimate()
+            if estimate is None or (self._cap_bytes is not None and estimate > self._cap_bytes):
+                self._list()
+            else:
+                self._nbytes = estimate
             if self._spare_folder is not None:
-                self._cap_bytes = total + shutil.disk_usage(self._spare_folder).free // 2
+                self._cap_bytes = self._nbytes + shutil.disk_usage(self._spare_folder).free // 2
                 self._spare_folder = None
             now_s = time.monotonic()
             self._count_again_s = now_s + max(_COUNT_EVERY_S, 20 * (now_s - began_s))
 
-    def _list(self) -> int | None:
-        """List what is there by its scores, and give the sum of the sizes; None if the tier does not answer."""
-        began_s = time.monotonic()
+    def _list(self) -> list[tuple[str, ObjectStat]]:
+        """Count all objects, and give them by their scores; a tier that does not answer has what it had."""
         try:
             objects = sorted(self.tier.listing(), key=lambda entry: entry[1].score)
         except OSError as error:
             logger.info("the %s tier cannot be listed now (%s)", self.tier.name, error)
-            return None
-        self._in_order = deque(objects)
-        self._has_changed = False
-        self._list_again_s = time.monotonic() + 20 * (time.monotonic() - began_s)
-        self.objects = len(objects)
-        return sum(found.nbytes for _, found in objects)
+            return []
+        self._nbytes = sum(found.nbytes for _, found in objects)
+        return objects

@@ -33,7 +33,7 @@ from .content import (
 )
 from .tiers.files import write_atomically
 
-__all__ = ["MOST_DEAD", "ChunkIndex", "Listed", "logged_bytes"]
+__all__ = ["ChunkIndex", "Listed", "logged_bytes"]
 
 logger = logging.getLogger(__name__)
 
@@ -153,9 +153,9 @@ class ChunkIndex:
                 os.utime(self._rows_path)
 
     @property
-    def rows(self) -> int:
-        """How many rows the log has, with those of chunks that are gone."""
-        return len(self._rows)
+    def may_be_stale(self) -> bool:
+        """Whether so many rows came that most may be of chunks that are gone; `keep_only` says which are."""
+        return len(self._rows) > 2 * self._kept + MOST_DEAD
 
     def add(self, chunks: Sequence[Listed]) -> None:
         """Append chunks to the log; those that are in it are passed over."""
@@ -225,7 +225,7 @@ class ChunkIndex:
         with self._lock:
             is_kept = np.isin(self._heads, _heads_of(digests))
             self._is_there[self._by_head[~is_kept]] = False
-            kept = int(np.count_nonzero(self._is_there))
+            self._kept = kept = int(np.count_nonzero(self._is_there))
             if len(self._rows) - kept > max(MOST_DEAD, kept):
                 self.rewrite([listed for listed in map(self.get, self.digests()) if listed is not None])
 
@@ -341,6 +341,7 @@ class ChunkIndex:
         """Forget what was read of the log."""
         self._identity = None
         self._read_bytes = 0
+        self._kept = 0  # rows of chunks that were there when the log was read, or held against a listing
         self._ids = bytearray()  # of a log in memory
         self._rows = np.empty(0, _ROW)
         self._is_there = np.empty(0, bool)  # the chunks of rows, as far as is known
@@ -355,6 +356,7 @@ class ChunkIndex:
         if not len(rows):
             return
         first = len(self._rows)
+        self._kept = self._kept if first else len(rows)
         self._rows = np.concatenate([self._rows, rows])
         self._is_there = np.concatenate([self._is_there, np.ones(len(rows), bool)])
         numbers = np.arange(first, first + len(rows))

@@ -22,7 +22,7 @@ from .capacity import Capacity
 from .chunk import ChunkKey, ChunkKV, ChunkSpan, Layout
 from .entry import EntryFormat, PackedChunk, read_key
 from .format import hash_namespace
-from .index import MOST_DEAD, ChunkIndex, Listed, logged_bytes
+from .index import ChunkIndex, Listed, logged_bytes
 from .memory import MemoryCache
 from .opening import Limits
 from .stats import StoreStats
@@ -258,6 +258,8 @@ class Store:
         for tier in self.tiers:
             self._write(tier, key, lambda: packed.parts)
         self._cache(packed.chunk)
+        if self.index.may_be_stale:
+            self._list(thorough=True)
         return chunk if packed.chunk is copy else packed.chunk
 
     def replace(self, tier: Tier, packed: PackedChunk) -> None:
@@ -522,8 +524,6 @@ class Store:
         capacity, nbytes = self.capacities[tier.name], sum(map(len, parts))
         name = self.name(key.digest)
         capacity.reserve(nbytes)
-        if capacity.objects and self.index.rows > 2 * capacity.objects + MOST_DEAD:
-            self._list(thorough=True)
         is_stored = False
         try:
             self.index.add([Listed(key, nbytes, time.time())])  # first: no entry is without a row

@@ -95,15 +95,25 @@ def test_chunk_that_can_never_fit_evicts_nothing_and_stays_in_memory(tmp_path, c
         assert stats["evicted"] == {}
 
 
-def test_entry_used_since_it_was_counted_stays(tmp_path, chunk, entry_bytes):
+def test_use_by_another_process_keeps_entry(tmp_path, chunk, entry_bytes):
     given = {"memory_bytes": 0, "durability": "none", "disk_bytes": 3 * entry_bytes}
     one = ChunkStore.open(tmp_path, **given)
     two = ChunkStore.open(tmp_path, **given)
     for number in range(4):
-        one.put(chunk((5, number)))  # the first leaves: the others are in order
+        one.put(chunk((5, number)))
     two.get(KEYS[1])
     one.put(chunk((5, 4)))
     assert numbers(one) == [1, 3, 4]
+
+
+def test_many_entries_let_some_more_go_and_are_not_listed_each_time(tmp_path, chunk, entry_bytes, monkeypatch):
+    monkeypatch.setattr("hf_blend.store.capacity._MANY", 5)
+    monkeypatch.setattr("hf_blend.store.capacity._MORE_SHARE", 3)
+    store = ChunkStore.open(tmp_path, memory_bytes=0, durability="none", disk_bytes=6 * entry_bytes)
+    for number in range(7):
+        store.put(chunk((5, number)))
+    assert numbers(store) == [3, 4, 5, 6]
+    assert store.stats()["evicted"] == {"disk": 3}
 
 
 def test_full_device_lets_as_much_go_as_is_needed(tmp_path, chunk, monkeypatch):

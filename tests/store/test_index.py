@@ -141,6 +141,24 @@ def test_log_without_most_of_its_entries_is_written_again(tmp_path, chunk, monke
     assert found(reopened(tmp_path)) == [TEXTS[0], *TEXTS[8:]]
 
 
+@pytest.mark.parametrize("place", ["memory://", "disk"])
+def test_index_of_long_lived_store_forgets_evicted_chunks(place, tmp_path, chunk, monkeypatch):
+    monkeypatch.setattr("hf_blend.store.index.MOST_DEAD", 3)
+    cap_bytes = 3 * chunk((5, 0)).nbytes
+    given = {"memory_bytes": cap_bytes}
+    if place == "disk":
+        given = {"memory_bytes": 0, "durability": "none", "disk_bytes": 12 * cap_bytes}
+        place = tmp_path
+    with ChunkStore.open(place, **given) as store:
+        for number in range(60):
+            store.put(chunk((5, number)))
+        rows = len(store.index._rows)
+        here = len(store)
+        assert 2 <= here <= 12
+        assert rows <= 2 * here + 4
+        assert len(found(store, [5, 59])) == 1
+
+
 def test_log_that_cannot_be_written_hides_no_chunk_of_this_process(tmp_path, chunk, monkeypatch):
     def refuse(*_):
         raise OSError(28, "full")
