@@ -31,7 +31,6 @@ tensor_digest = xxhash.xxh3_128  # against accidents; a sealed header binds it
 HEADER_CAP_BYTES = 1 << 20
 KNOWN_HEADERS = 256  # parsed ones that are remembered: the same bytes say the same
 _MOST_AXES = 8
-_BLOCK_BYTES = 1 << 19  # a part of what a processor's second cache holds
 _OPENING = b'{"__metadata__":{'
 _SEALED_BY = b"sha256:"
 _SEAL_BYTES = len(_SEALED_BY) + 2 * hashlib.sha256().digest_size
@@ -181,17 +180,12 @@ class EntryFile:
         def take(name: str) -> Tensor:
             nonlocal fetched
             plan, offset = self.plans[name]
-            first = checked = offset - start
+            first = offset - start
             end = first + plan.nbytes
-            digest = tensor_digest()
-            while checked < end:  # by blocks that are digested before they leave the processor's cache
-                while fetched <= checked:
-                    block = view[fetched : fetched + _BLOCK_BYTES]
-                    self.source.read_into(start + fetched, block)
-                    fetched += len(block)
-                digest.update(view[checked : min(fetched, end)])
-                checked = min(fetched, end)
-            if digest.hexdigest() != plan.digest:
+            if fetched < end:
+                self.source.read_into(start + fetched, view[fetched:end])
+                fetched = end
+            if tensor_digest(view[first:end]).hexdigest() != plan.digest:
                 raise EntryFault("digest", f"{plan.name} is not what was stored")
             dtype = DTYPES[plan.dtype]
             content = buffer[first:end]

@@ -118,11 +118,6 @@ class BlockReader(EntryReader):
         """Whether the entry is in blocks."""
         return self.header.kind == BLOCKS
 
-    @property
-    def extra_texts(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Names of the texts of the header behind those of every entry."""
-        return ("block_tokens",) if self.in_blocks else ()
-
     def leading_forms(self) -> Iterator[tuple[str, int, int | None, int]]:
         """Give the forms of what is before the tables."""
         yield from super().leading_forms()
