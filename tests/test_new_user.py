@@ -123,14 +123,15 @@ def test_ask_reads_right_one_of_many_files_and_computes_no_document(indexed, her
 
 
 def test_store_rm_removes_chunks_by_digest_and_by_model(indexed, here, run):
+    def told(*words):
+        _, out, _ = run("store", *words, "--store", "kv", "--json")
+        return json.loads(out)
+
     shutil.copytree(indexed[0], here / "kv")
-    where = ("--store", "kv", "--json")
-    rows = json.loads(run("store", "ls", *where)[1])
-    assert len(rows) >= indexed[1]["stored"]
-    assert json.loads(run("store", "rm", rows[0]["digest"][:20], *where)[1]) == {"removed": 1}
-    left = json.loads(run("store", "ls", *where)[1])
-    assert [row["digest"] for row in left] == [row["digest"] for row in rows[1:]]
-    assert json.loads(run("store", "rm", "--model", rows[0]["fingerprint"][:8], *where)[1]) == {"removed": len(left)}
+    first, *rows = told("ls")
+    assert told("rm", first["digest"][:20]) == {"removed": 1}
+    assert told("ls") == rows
+    assert told("rm", "--model", first["fingerprint"][:8]) == {"removed": len(rows)}
 
 
 @pytest.mark.slow
@@ -157,26 +158,18 @@ def test_index_that_was_stopped_says_what_is_kept_and_continues(here, own_model)
 def mistakes():
     """Command lines that go wrong, and what the answer has to say; MODEL is the own model, FOLDERS the broken ones."""
     yield ["ask", "", "notes"], "the question is ''"
-    yield ["ask", " \n", "notes"], "a text is expected"
     yield ["ask", "Who?", "empty.txt"], "it holds no text"
     yield ["ask", "Who?"], "came without documents"
     yield ["ask", "notes"], "is a path: write the question before it"
     yield ["ask", "Who?", "nowhere"], "there is no file or folder 'nowhere'"
-    yield ["ask", "Who?", "binary.txt"], "it is not text"
     yield ["ask", "Who?", "notes", "--model", "noets"], "(but 'notes' is)"
-    yield ["ask", "Who?", "notes", "--model", "./own"], "there is no folder './own'"
     yield ["ask", "Who?", "notes", "--model", "FOLDERS/bare"], "has no tokenizer"
     yield ["ask", "Who?", "notes", "--model", "FOLDERS/bert"], "an encoder"
     yield ["index", "notes", "--model", "FOLDERS/t5"], "an encoder-decoder"
-    yield ["chat", "notes", "--model", "FOLDERS/t5"], "an encoder-decoder"
     yield ["index", "notes", "--model", "FOLDERS/small"], "embeddings for 100"
     yield ["ask", "Who?", "notes", "--ratio", "15"], "15 % is 0.15"
-    yield ["ask", "Who?", "notes", "--rounds", "3"], "got --rounds 3 without --compare"
     yield ["ask", "Who?", "notes", "--selector", "kv-devation"], "Did you mean 'kv-deviation'?"
-    yield ["ask", "Who?", "notes", "--selector", "./mine.py"], "there is no file 'mine.py'"
     yield ["ask", "Who?", "notes", "--device", "cuda:99"], "cuda:99"
-    yield ["ask", "Who?", "notes", "--dtype", "half"], "no dtype named 'half'"
-    yield ["ask", "Who?", "notes", "--top-k", "-1"], "--top-k"
     yield ["ask", "Who?", "notes", "--chunk-tokens", "4000", "--top-k", "1", "--model", "MODEL", "--max-new-tokens",
            "2040"], "do not fit into the model's 2048 positions"  # fmt: skip
     yield ["ask", "Who?", "notes", "--model", REFERENCE, "--store", "file"], "file"
@@ -186,7 +179,6 @@ def mistakes():
     yield ["demo", "--port", "PORT"], "cannot listen on 127.0.0.1"
     yield ["store", "ls", "--store", "nowhere"], "there is no store at 'nowhere'"
     yield ["store", "rm"], "0 chunks were named"
-    yield ["store", "rm", "0"], "begins with '0', expected one"
     yield ["verify"], "Give a model, or --all"
     yield ["aks"], "Did you mean 'ask'?"
 

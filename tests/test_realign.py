@@ -70,11 +70,12 @@ def test_layer_zero_of_realigned_chunk_is_that_of_full_prefill(tiny_model, name,
 @torch.no_grad()
 @pytest.mark.parametrize("first", [0, 1])
 def test_layers_that_share_table_turn_by_their_own_styles(tiny_model, first):
-    model = tiny_model("smollm3", no_rope_layers=[first, 1 - first, first, 1 - first])
+    model = tiny_model("smollm3", no_rope_layers=[first, 1 - first] * 2)
     chunk = capture_chunk(model, CHUNK, (1,), "f")
     moved = DynamicCache()
-    places = torch.arange(31)[None] + 49
-    model(torch.tensor([[1, *CHUNK]]), position_ids=places, past_key_values=moved)
+    ids = torch.tensor([[1, *CHUNK]])
+    places = torch.arange(49, 80)[None]
+    model(ids, position_ids=places, past_key_values=moved)
     _, states = laid(model, chunk, 50, 90)
     for (keys, _), plain in zip(states, moved.layers, strict=True):
         assert relative_error(keys[:, :, 50:80], plain.keys[:, :, 1:]) < 5e-6

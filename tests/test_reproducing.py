@@ -3,7 +3,6 @@
 """`benchmarks/reproduce.py` makes a paper's figures on a model in a folder, and goes on where it was stopped."""
 
 import json
-from contextlib import contextmanager
 
 import pytest
 from papers import cacheblend as cacheblend_figures
@@ -71,37 +70,6 @@ def test_impress_counts_bytes_first_and_heads_against_chance_and_resumes(untied,
     for name in figures:
         assert (tmp_path / "run" / f"{name}.csv").exists()
     monkeypatch.setattr("papers.impress._InPart", None)  # nothing is answered again
-    assert made_by(arguments, capsys)[1] == figures
-
-
-@pytest.mark.slow
-def test_kvstar_counts_accepted_tokens_as_session_does_and_resumes(
-    untied, saved, asked, tmp_path, capsys, monkeypatch
-):
-    small_draft = saved("draft", num_hidden_layers=2, hidden_size=16, num_attention_heads=2, num_key_value_heads=1)
-    sessions = []
-    enter = kvstar.sparse_decoding
-
-    @contextmanager
-    def noted(*given, **settings):
-        with enter(*given, **settings) as session:
-            yield session
-        sessions.append(session.metrics)
-
-    monkeypatch.setattr(kvstar, "sparse_decoding", noted)
-    arguments = ["kvstar", "--model", untied, *asked, "--draft", small_draft]
-    _, figures = made_by(arguments, capsys)
-    dense, sees, apart = figures["speculation"]
-    assert dense["same_text"] == 1
-    assert dense["acceptance"] < 1, "another model"
-    assert dense["looked_share"] == 1 > sees["looked_share"] > sees["share"]
-    told = [one for one in sessions if one.rounds]
-    per_way = [told[0::3], told[1::3]]  # then the control
-    for row, metrics in zip((sees, apart), per_way, strict=True):
-        assert len(metrics) == 2
-        assert sum(one.accepted for one in metrics) == pytest.approx((row["acceptance"] or 0) * row["proposed"])
-        assert sum(one.proposed for one in metrics) == row["proposed"] > 0
-    monkeypatch.setattr(kvstar._Stepped, "continued", None)  # nothing is answered again
     assert made_by(arguments, capsys)[1] == figures
 
 

@@ -146,19 +146,23 @@ def test_prompt_that_never_came_counts_as_no_part_of_cache(expected):
     """The next turn is built but not passed: the first prompt is continued otherwise, from its last token on."""
     model, tokenizer = small()
     cache = BlendCache(model, memory(), allow_unverified=True, recompute_ratio=1.0)
-    messages = [{"role": "user", "content": "".join([*DOCUMENTS, "Who?"])}]
+    question = {"role": "user", "content": "".join([*DOCUMENTS, "Who?"])}
+    messages = [question]
     first = cache.inputs_from_messages(tokenizer, messages, DOCUMENTS)["input_ids"]
     settings = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     model.generate(first, past_key_values=cache, max_new_tokens=6, **settings)
-    later = [*messages, {"role": "assistant", "content": "It is Mara."}, {"role": "user", "content": "And a goat?"}]
+    answer = {"role": "assistant", "content": "It is Mara."}
+    later = [question, answer, {"role": "user", "content": "And a goat?"}]
     turn = cache.inputs_from_messages(tokenizer, later)["input_ids"]
     kept = cache.get_seq_length()
-    following = turn[:, kept : kept + 1] if expected else torch.tensor([[ord("X")]])
+    following = int(turn[0, kept]) if expected else ord("X")
     with torch.no_grad():
-        for token in [following, *torch.tensor([[[5]], [[7]], [[9]], [[11]]])]:
-            model(token, past_key_values=cache)
+        for token in (following, 5, 7, 9, 11):
+            model(torch.tensor([[token]]), past_key_values=cache)
     again = cache.inputs_from_messages(tokenizer, later)["input_ids"]
     assert cache.get_seq_length() == kept + expected
+    rest = again[:, cache.get_seq_length() :]
     with torch.no_grad():
-        logits = model(again[:, cache.get_seq_length() :], past_key_values=cache).logits[:, -1]
-        torch.testing.assert_close(logits, model(again).logits[:, -1], rtol=1e-4, atol=1e-4)
+        logits = model(rest, past_key_values=cache).logits[:, -1]
+        true = model(again).logits[:, -1]
+    torch.testing.assert_close(logits, true, rtol=1e-4, atol=1e-4)
