@@ -6,7 +6,9 @@ A tiny model is built from the config class of its type: sizes are made small by
 else the type sets is kept. So a type needs no code here, and one whose config does not shrink says why.
 """
 
+import tomllib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,81 +23,21 @@ WEIGHT_SCALE = 3.0  # at 1 attention is nearly uniform, and much that is wrong w
 SPREAD = 0.1  # of biases and norm weights, which are all 0 or all 1 in a fresh model
 NOT_JUDGED = "not judged: "  # how it is said that there is no tiny model, so that nothing is known of a type
 MOST_PARAMETERS = 20_000_000  # more means that the config did not shrink
-FIELDS = {
-    "vocab_size": 128, "hidden_size": 64, "embedding_size": 64, "intermediate_size": 128, "ffn_dim": 128,
-    "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2, "num_kv_heads": 2,
-    "head_dim": 16, "rotary_dim": 16, "query_pre_attn_scalar": 16, "max_position_embeddings": 512,
-    "sliding_window": 16, "attention_window_size": 16, "attention_chunk_size": 16,
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4, "num_local_experts": 4,
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
-    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
-    "global_head_dim": 16, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128,
-    "laurel_rank": 8, "num_kv_shared_layers": 0, "altup_num_inputs": 2, "first_k_dense_replace": 1,
-    "ffn_hidden_size": 128, "expert_ffn_hidden_size": 32, "num_global_key_value_heads": 2, "n_shared_experts": 1,
-    "num_layers": LAYERS, "moe_topk": 2, "zero_expert_num": 2,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-    "linear_num_heads": 4, "linear_head_dim": 16, "lru_width": 64, "n_mamba_heads": 4, "mamba_num_heads": 8,
-    "mamba_head_dim": 16, "mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16,
-    "mamba_dt_rank": 4, "mamba_chunk_size": 32, "ssm_state_size": 16, "index_topk": 16, "index_head_dim": 32,
-}  # fmt: skip
+SIZES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+FIELDS: dict[str, Any] = SIZES["fields"]  # by the names that configs share
+EXTRA: dict[str, dict[str, Any]] = SIZES["types"]  # what a type asks for beyond these
 MIXERS = ("linear_attention", "conv")  # kinds of layers with a mixer
-MIXED = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
-SHARED: dict[str, Any] = {  # as by default in Gemma 3n, the last layers look at the K and V of earlier ones
-    "num_hidden_layers": LAYERS + 1,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
-    "num_kv_shared_layers": 2,
-}
-LATENT_WINDOWS: dict[str, Any] = {  # latent attention with windows has sizes of its own
-    "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention", "sliding_attention"],
-    "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 32, "swa_kv_lora_rank": 32,
-    "swa_head_dim": 32, "swa_qk_nope_head_dim": 16, "swa_v_head_dim": 16,
-}  # fmt: skip
-BLOCK_INDEXER: dict[str, Any] = {  # fields that are None by default, without which no layer can be made
-    "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 32, "indexer_budget": 16,
-    "indexer_compress_ratio": 4, "hc_lowrank": 16,
-}  # fmt: skip
-EXTRA: dict[str, dict[str, Any]] = {  # what a type asks for beyond the names that many share
-    "cohere_compass_text": {
-        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
-        "rope_parameters": {
-            kind: {"rope_type": "default", "rope_theta": theta}
-            for kind, theta in (("sliding_attention", 1e4), ("full_attention", 1e6))
-        },
-    },
-    "dbrx": {  # the classes of its inner configs lack what its checkpoints give
-        "attn_config": {"rope_theta": 5e5, "kv_n_heads": 2, "clip_qkv": 8},
-        "ffn_config": {"ffn_hidden_size": 64, "moe_top_k": 2},
-        "d_model": 64,
-    },
-    "dots3_note": {
-        "text_config": LATENT_WINDOWS,
-        "vision_config": {"adapter_in_dim": 64, "adapter_out_dim": 64, "pyramid_num_routed": [-1, -1, 4, 4]},
-        "audio_config": {"adapter_input_size": 64, "adapter_out_dim": 64},
-    },
-    "dots3_note_text": LATENT_WINDOWS,
-    "bamba": {"attn_layer_indices": [2]},
-    "gemma3n_text": SHARED,
-    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
-    "granitemoehybrid": {"layer_types": MIXED},
-    "jamba": {"attn_layer_period": 4, "attn_layer_offset": 2},
-    "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
-    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
-    "mamba2": {"num_heads": 8, "head_dim": 16, "chunk_size": 32},
-    "minimax": {"layer_types": ["full_attention", "linear_attention"] * 2, "block_size": 16},
-    "nemotron_h": {"chunk_size": 32},
-    "reformer": {"is_decoder": True, "axial_pos_embds": False},
-    "xlnet": {"d_head": 16},
-    "xlstm": {"qk_dim_factor": 1.0},
-    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
-    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_head_dim": 32},
-    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "chunk_size": 32},
-    "qwen4_exp": {"text_config": BLOCK_INDEXER},
-    "qwen4_exp_text": BLOCK_INDEXER,
-    "zaya": {"num_experts_per_tok": 1},
-}
-WRONG_CONFIG = (ArithmeticError, AttributeError, AssertionError, ImportError, LookupError, RuntimeError,
-                StrictDataclassError, TypeError, ValueError)  # fmt: skip
+WRONG_CONFIG = (
+    ArithmeticError,
+    AttributeError,
+    AssertionError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    StrictDataclassError,
+    TypeError,
+    ValueError,
+)
 
 
 def tiny_types() -> list[str]:
@@ -179,15 +121,19 @@ def _tiny_config(model_type: str, fields: dict[str, Any], fill: bool) -> Any:
 
     default = AutoConfig.for_model(model_type)
     shrunk = _shrunk(default, fill)
-    extra = EXTRA.get(model_type, {})
-    inner = {name: {**shrunk[name], **extra[name]} for name in extra if isinstance(shrunk.get(name), dict)}
-    return AutoConfig.for_model(model_type, **{**shrunk, **extra, **inner, **fields})
+    for name, value in EXTRA.get(model_type, {}).items():
+        if isinstance(shrunk.get(name), dict):  # an inner config
+            value = {**shrunk[name], **value}
+        shrunk[name] = value
+    return AutoConfig.for_model(model_type, **{**shrunk, **fields})
 
 
 def _shrunk(default: Any, fill: bool) -> dict[str, Any]:
     """Small values for those fields that a config has, with `fill` those at None too; its inner configs likewise."""
-    found: dict[str, Any] = {name: value for name, value in FIELDS.items() if _has(default, name, fill)}
-    found |= {name: FIELDS[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    found: dict[str, Any] = {}
+    for name, value in FIELDS.items():
+        if name.endswith("token_id") or _has(default, name, fill):
+            found[name] = value
     if _has(default, "num_key_value_heads", True):
         latent = _has(default, "kv_lora_rank", False)  # latent attention has as many as there are heads
         found["num_key_value_heads"] = FIELDS["num_attention_heads" if latent else "num_key_value_heads"]
@@ -214,9 +160,10 @@ def _has(config: Any, name: str, fill: bool) -> bool:
 def _layer_kinds(config: Any) -> list[str]:
     """The kinds of layers that a config names, one by one or as those with rotary tables of their own."""
     rope = getattr(config, "rope_parameters", None) or {}
-    named = (name for name in rope if name.endswith("_attention"))
-    types = getattr(config, "layer_types", None) or ()
-    return list(dict.fromkeys((*types, *(named if types else ()))))
+    kinds = list(getattr(config, "layer_types", None) or ())
+    if kinds:
+        kinds += [name for name in rope if name.endswith("_attention")]
+    return list(dict.fromkeys(kinds))
 
 
 def _layer_types(kinds: Sequence[str]) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import broken, verify_types
-from tiny_models import SHARED, tiny_model
+from tiny_models import EXTRA, tiny_model
 
 from hf_blend import SequenceCache, UnsupportedModelError
 from hf_blend.model.cache_keyword import KEYWORD
@@ -85,7 +85,7 @@ def test_norm_behind_rotation_is_in_way_only_where_what_turns_together_has_other
 @pytest.mark.parametrize("name", ["gemma4_text", pytest.param("gemma3n_text", marks=pytest.mark.slow)])
 def test_model_whose_last_layers_look_at_kv_of_others_is_exact(name):
     skip_in_the_oldest("layers that share K and V leave none, which is refused")
-    model = tiny_model(name, **SHARED)
+    model = tiny_model(name, **EXTRA["gemma3n_text"])
     subject = ModelUnderTest(model)
     assert unproved(subject, "ratio_1", "fused_ratio") == []
     assert [len(states) for states in subject.chunk(subject.prompts[0].chunks[0]).layers] == [2, 2, 2, 0, 0]
