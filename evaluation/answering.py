@@ -103,8 +103,8 @@ def ids_of(tokenizer: Any, request: dict[str, Any]) -> list[int]:
 def spans_of(tokenizer: Any, request: dict[str, Any]) -> list[Span]:
     """Where the chunks of a request are, from left to right."""
     if "messages" in request:
-        return build_messages(tokenizer, request["messages"], request["documents"], {}).spans()
-    return build(tokenizer, request.get("prefix"), request["chunks"], request["question"]).spans()
+        return build_messages(tokenizer, request["messages"], request["documents"], {}).spans
+    return build(tokenizer, request.get("prefix"), request["chunks"], request["question"]).spans
 
 
 def _has_system_role(tokenizer: Any, instruction: str) -> bool:

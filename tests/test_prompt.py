@@ -26,7 +26,7 @@ class Merging:
 def test_spans_say_where_each_chunk_is(prefix, chunks, question):
     prompt = build(None, prefix, chunks, question)
     assert list(prompt.ids) == [*prefix, *sum(chunks, []), *question]
-    for (start, chunk, *_), ids_ in zip(prompt.spans(), chunks, strict=True):
+    for (start, chunk, *_), ids_ in zip(prompt.spans, chunks, strict=True):
         assert list(prompt.ids[start : start + len(chunk)]) == list(chunk) == ids_
 
 
@@ -58,7 +58,7 @@ def test_build_separates_texts_and_chunks_keep_their_ids():
     assert prompt.chunks == ((148,), (9,), (151, 60), (152,))
     for left, right in (("b\n", "c"), ("b", " c"), ("b ", "\nc")):
         made = build(Merging, None, [left, right], [6])
-        assert made.separators == ((),), "white space is separation enough"
+        assert made.spans[0].stop == made.spans[1].start, "white space is separation enough"
     made = build(Merging, None, ["b", "c"], "d", separator="-")
     assert made.ids == (1, 148, 95, 149, 95, 150)
     made = build(Merging, "x", [], "b", [5, 6])

@@ -98,7 +98,7 @@ def test_build_text_stores_chunk_of_which_every_token_differs_as_prompt_has_it(k
         prompt = build_text(tokenizer, text, [chunk], special=True)
     finally:
         tokenizer.__class__ = own
-    (span,) = prompt.spans()
+    (span,) = prompt.spans
     assert span.token_ids == prompt.ids[span.start : span.stop]
     assert span.first == 0
 

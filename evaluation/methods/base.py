@@ -69,7 +69,7 @@ class EvalMethod(ABC):
 
     def prompt(self, sample: Sample) -> Prompt:
         """The ids of a sample, BOS in front if the tokenizer puts one there."""
-        return Prompt((*front_ids(self.tokenizer), *sample.prefix), sample.chunks, sample.question)
+        return Prompt.of_pieces((*front_ids(self.tokenizer), *sample.prefix), sample.chunks, sample.question)
 
     def inputs(self, samples: Sequence[Sample]) -> dict[str, Tensor]:
         """Ids and mask, `[batch, tokens]`, padded on the left, on the model's device."""

@@ -42,7 +42,7 @@ from ..prefill.request import PendingPrompt
 from ..prompt.documents import is_document
 from ..prompt.history import History, shared_tokens
 from ..prompt.messages import build_messages
-from ..prompt.pieces import SEPARATOR, Prompt, TextPrompt, batch, build_all, check_lengths
+from ..prompt.pieces import SEPARATOR, Prompt, batch, build_all, check_lengths
 from ..prompt.text import build_text
 from ..prompt.tokenizer import tokenizer_digest
 from ..recipes import Recipe
@@ -271,7 +271,7 @@ class BlendCache(Cache):
     def expect(
         self,
         tokenizer: Any,
-        prompts: Sequence[Prompt | TextPrompt],
+        prompts: Sequence[Prompt],
         history: History | None = None,
         notice: str = "",
         cached: int = 0,
@@ -529,7 +529,7 @@ class BlendCache(Cache):
             "are in the store. To keep a conversation use cache.save(path) and BlendCache.load(model, store, path)."
         )
 
-    def _keep_shared_tokens(self, prompts: Sequence[TextPrompt]) -> tuple[Sequence[TextPrompt], History, str]:
+    def _keep_shared_tokens(self, prompts: Sequence[Prompt]) -> tuple[Sequence[Prompt], History, str]:
         """Crop the cache to the tokens that it and some prompts begin with.
 
         Returns the prompts without these tokens, these tokens as a history, and a notice of another author.

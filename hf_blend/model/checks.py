@@ -150,7 +150,7 @@ class Comparison:
 
 
 @dataclass
-class Blended:
+class BlendedPrefill:
     """A blended prefill: its cache, and the logits of the questions' rows."""
 
     cache: Any
@@ -179,7 +179,7 @@ class CheckedModel:
     def prompts(self) -> list[Prompt]:
         """Random prefix, two chunks and question; text only."""
         prefix, *chunks, question = (self.ids(count, seed) for seed, count in enumerate(LENGTHS))
-        return [Prompt(prefix, tuple(chunks), question)]
+        return [Prompt.of_pieces(prefix, chunks, question)]
 
     @property
     def groups(self) -> list[Sequence[Prompt]]:
@@ -212,10 +212,10 @@ class CheckedModel:
         """Prefill prompts with a cache: logits of the questions' rows."""
         return self.forward(cache, self.inputs(cache, prompts), question_rows(prompts))
 
-    def blend(self, prompts: Sequence[Prompt], ratio: float, store: Any = None, **settings: Any) -> Blended:
+    def blend(self, prompts: Sequence[Prompt], ratio: float, store: Any = None, **settings: Any) -> BlendedPrefill:
         """Prefill prompts with stored chunks."""
         cache = self.cache(ratio, store, **settings)
-        return Blended(cache, self.prefill(cache, prompts), prompts)
+        return BlendedPrefill(cache, self.prefill(cache, prompts), prompts)
 
     @torch.no_grad()
     def plain_logits(self, prompts: Sequence[Prompt]) -> Tensor:
@@ -224,7 +224,7 @@ class CheckedModel:
         logits: Tensor = self.model(ids, use_cache=False).logits[:, -question_rows(prompts) :].float()
         return logits
 
-    def compare_with_plain(self, got: Blended) -> CheckResult:
+    def compare_with_plain(self, got: BlendedPrefill) -> CheckResult:
         """Compare logits of the questions' rows with the plain model's."""
         expected = self.plain_logits(got.prompts)
         allowed = allowed_of(LOGITS, self.model.dtype)

@@ -137,7 +137,7 @@ class PendingPrompt:
                 row = replace(
                     row,
                     ids=prompt.ids,
-                    spans=prompt.spans(),
+                    spans=prompt.spans,
                     prefix=prompt.opening,
                     is_searched=prompt.is_searched,
                 )

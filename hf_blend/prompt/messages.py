@@ -7,7 +7,8 @@ from typing import Any
 
 from ..errors import PromptError
 from .documents import absent, for_template, forms_of, leave_out_empty, list_documents, texts_of
-from .text import TextPrompt, build_text
+from .pieces import Prompt
+from .text import build_text
 
 BETWEEN = "\n\n"
 _OURS = ("tokenize", "return_tensors", "return_dict", "padding", "truncation", "max_length", "tokenizer_kwargs")
@@ -18,7 +19,7 @@ def build_messages(
     messages: Sequence[Mapping[str, Any]],
     documents: Any,
     template: Mapping[str, Any],
-) -> TextPrompt:
+) -> Prompt:
     """Render messages and find the documents in the text; documents that are no texts are passed to the template."""
     _check(tokenizer, messages, template)
     listed = list_documents(documents)

@@ -5,9 +5,8 @@
 Tokenising the joined text would merge tokens across the seams, so that stored chunks would not be found.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import pairwise
 from operator import index
 from typing import Any, NamedTuple
@@ -52,71 +51,70 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One request as token ids."""
+    """One request as token ids.
 
-    prefix: tuple[int, ...]
-    chunks: tuple[tuple[int, ...], ...]
-    question: tuple[int, ...]
-    history: tuple[int, ...] = ()
-    separators: tuple[tuple[int, ...], ...] = ()
-
-    @cached_property
-    def ids(self) -> tuple[int, ...]:
-        """All token ids, in order."""
-        chunks = (token for separator, chunk in self._separated() for token in (*separator, *chunk))
-        return (*self.history, *self.prefix, *chunks, *self.question)
-
-    opening = None  # all that is before the first chunk is an entry of its own
-    is_searched = False
-
-    def spans(self) -> list[Span]:
-        """The span of each chunk."""
-        spans, start = list[Span](), len(self.history) + len(self.prefix)
-        for separator, chunk in self._separated():
-            spans.append(Span.whole(start + len(separator), chunk))
-            start += len(separator) + len(chunk)
-        return spans
-
-    def _separated(self) -> Iterable[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """The separator before each chunk, and the chunk."""
-        before = ((), *self.separators) if self.separators else ((),) * len(self.chunks)
-        return zip(before[: len(self.chunks)], self.chunks, strict=True)
-
-
-@dataclass(frozen=True)
-class TextPrompt:
-    """One request that was tokenised as a whole."""
+    Attributes:
+        ids: all of them, the history's included.
+        spans: where chunks are, from left to right.
+        opening: how many first ids are an entry of their own; None: all before the first chunk.
+        history: the first ids, as far as they are cached.
+        is_searched: stored chunks are searched for besides `spans`.
+    """
 
     ids: tuple[int, ...]
-    known: tuple[Span, ...] = ()
-    opening: int = 0
+    spans: tuple[Span, ...] = ()
+    opening: int | None = 0
     history: tuple[int, ...] = ()
-    is_searched = True
+    is_searched: bool = False
 
-    def spans(self) -> list[Span]:
-        """The spans of the known chunks."""
-        return list(self.known)
+    @classmethod
+    def of_pieces(
+        cls,
+        prefix: Sequence[int],
+        chunks: Sequence[Sequence[int]],
+        question: Sequence[int],
+        history: Sequence[int] = (),
+        separators: Sequence[Sequence[int]] = (),
+    ) -> "Prompt":
+        """Join pieces; `separators` are the ids between each chunk and the next, none if there are no such."""
+        ids = [*history, *prefix]
+        spans = []
+        for number, chunk in enumerate(chunks):
+            if number and separators:
+                ids += separators[number - 1]
+            spans.append(Span.whole(len(ids), chunk))
+            ids += chunk
+        return cls((*ids, *question), tuple(spans), None, tuple(history))
 
-    def behind(self, tokens: int) -> "TextPrompt":
+    @property
+    def chunks(self) -> tuple[tuple[int, ...], ...]:
+        """The ids of each chunk."""
+        return tuple(span.token_ids for span in self.spans)
+
+    @property
+    def prefix(self) -> tuple[int, ...]:
+        """The ids between the history and the first chunk."""
+        return self.ids[len(self.history) : self.spans[0].start]
+
+    @property
+    def question(self) -> tuple[int, ...]:
+        """The ids behind the last chunk."""
+        return self.ids[self.spans[-1].stop :]
+
+    def behind(self, tokens: int) -> "Prompt":
         """The same prompt, with its first `tokens` as the history that is cached."""
         return replace(self, history=self.ids[:tokens])
-
-
-class NamedPrompt(TextPrompt):
-    """A prompt with known chunks only: the store is not searched for others."""
-
-    is_searched = False
 
 
 @dataclass(frozen=True)
 class PromptBatch:
     """Requests side by side, padded on the left."""
 
-    prompts: tuple[Prompt | TextPrompt, ...]
+    prompts: tuple[Prompt, ...]
     input_ids: Tensor
     attention_mask: Tensor
 
-    def find(self, rows: Sequence[Sequence[int]], before: Sequence[int]) -> list[Prompt | TextPrompt] | None:
+    def find(self, rows: Sequence[Sequence[int]], before: Sequence[int]) -> list[Prompt] | None:
         """The prompt that each row of token ids continues, behind `before` tokens of it; None if a row continues none.
 
         A row is the rest of its prompt, or a slice of the rest in a chunked prefill; assisted decoding appends its
@@ -124,7 +122,7 @@ class PromptBatch:
         """
         repeats, odd = divmod(len(rows), len(self.prompts))
         longest_first = sorted(self.prompts, key=lambda prompt: -len(prompt.ids))
-        prompts = list[Prompt | TextPrompt]()
+        prompts = list[Prompt]()
         for number, (row, start) in enumerate(zip(rows, before, strict=True)):
             own = [] if odd else [self.prompts[number // repeats]]
             for prompt in (*own, *(other for other in longest_first if start == 0 and len(other.ids) <= len(row))):
@@ -209,7 +207,7 @@ def build(
     before, *between = _separators(tokenizer, separator, [prefix or (), *chunks, question])
     if between:
         question_ids = (*between.pop(), *question_ids)
-    return Prompt((*begin, *before), tuple(pieces), question_ids, tuple(history), tuple(between))
+    return Prompt.of_pieces((*begin, *before), pieces, question_ids, history, between)
 
 
 def _separators(tokenizer: Any, separator: str, pieces: Sequence[Piece]) -> list[tuple[int, ...]]:
@@ -224,7 +222,7 @@ def _separators(tokenizer: Any, separator: str, pieces: Sequence[Piece]) -> list
     return separators
 
 
-def batch(prompts: Sequence[Prompt | TextPrompt], pad_id: int, history: History | None = None) -> PromptBatch:
+def batch(prompts: Sequence[Prompt], pad_id: int, history: History | None = None) -> PromptBatch:
     """Put requests side by side.
 
     Shape: `[batch, tokens]`.
@@ -275,7 +273,7 @@ def check_ids(ids: Sequence[int], config: Any) -> None:
         )
 
 
-def check_lengths(prompts: Sequence[Prompt | TextPrompt], cached: int, config: Any) -> None:
+def check_lengths(prompts: Sequence[Prompt], cached: int, config: Any) -> None:
     """Refuse a prompt that does not fit the model."""
     longest = getattr(config, "max_position_embeddings", None)
     for prompt in prompts:

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..errors import PromptError
 from .documents import forms_of, list_documents
-from .pieces import Span, TextPrompt, check_text, tokenize
+from .pieces import Prompt, Span, check_text, tokenize
 
 _SEAM_TOKENS = 8  # so many tokens at either end of a chunk may differ in a prompt
 _WIDTH = 4  # bytes of a packed token
@@ -26,7 +26,7 @@ _REMEMBERED = 4096  # documents of each tokenizer
 _remembered: WeakKeyDictionary[Any, Callable[[str, int], tuple[int, ...]]] = WeakKeyDictionary()
 
 
-def build_text(tokenizer: Any, text: str, chunks: Any, *, special: bool, opening: bool = True) -> TextPrompt:
+def build_text(tokenizer: Any, text: str, chunks: Any, *, special: bool, opening: bool = True) -> Prompt:
     """Tokenise a prompt and find chunks in it.
 
     Args:
@@ -57,7 +57,7 @@ def build_text(tokenizer: Any, text: str, chunks: Any, *, special: bool, opening
             first = min(first, begin, span.start)
             spans.append(span)
     has_opening = opening and spans and offsets is not None
-    return TextPrompt(tuple(ids), tuple(spans), first if has_opening else 0)
+    return Prompt(tuple(ids), tuple(spans), first if has_opening else 0, is_searched=True)
 
 
 def _tokenized(tokenizer: Any, text: str, special: bool, located: bool) -> tuple[list[int], np.ndarray | None]:

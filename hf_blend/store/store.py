@@ -30,7 +30,7 @@ from .stream import LayerReader, StreamReader
 from .tiers.base import BytesSource, EntryFault, Source, Tier
 from .tiers.disk import DiskTier
 
-__all__ = ["CheckResult", "EntryInfo", "OpenEntry", "Store"]
+__all__ = ["EntryCheck", "EntryInfo", "OpenEntry", "Store"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class EntryInfo:
 
 
 @dataclass(frozen=True)
-class CheckResult:
+class EntryCheck:
     """What a check of one entry found."""
 
     digest: str
@@ -389,7 +389,7 @@ class Store:
                 key, nbytes, created = listed
                 yield EntryInfo(digest, key.fingerprint, len(key.token_ids), nbytes, "+".join(levels), created)
 
-    def check(self, *, repair: bool = False) -> Iterator[CheckResult]:
+    def check(self, *, repair: bool = False) -> Iterator[EntryCheck]:
         """Read and verify every entry of this namespace; with `repair` what can never become good is removed."""
         for tier in self.tiers:
             try:
@@ -554,21 +554,21 @@ class Store:
             self.counts.count("removed", "corrupt", int(removed))
         return removed
 
-    def _check_entry(self, tier: Tier, name: str, repair: bool) -> CheckResult:
+    def _check_entry(self, tier: Tier, name: str, repair: bool) -> EntryCheck:
         source: Source | None = None
         digest = name[-64:]
         try:
             source = tier.open(name)
             if source is None:
-                return CheckResult(digest, tier.name, 0, "absent")
+                return EntryCheck(digest, tier.name, 0, "absent")
             key = self._read_key(name, source)
             self.format.open(source, key, None).read()
-            return CheckResult(digest, tier.name, source.stat.nbytes)
+            return EntryCheck(digest, tier.name, source.stat.nbytes)
         except EntryFault as fault:
             removed = repair and fault.corrupt and self._discard(tier, name)
-            return CheckResult(digest, tier.name, source.stat.nbytes if source else 0, fault.reason, removed)
+            return EntryCheck(digest, tier.name, source.stat.nbytes if source else 0, fault.reason, removed)
         except (OSError, MemoryError) as error:
-            return CheckResult(digest, tier.name, 0, type(error).__name__)
+            return EntryCheck(digest, tier.name, 0, type(error).__name__)
         finally:
             if source is not None:
                 source.close()

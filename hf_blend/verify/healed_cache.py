@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A check of `BlendCache.heal`: behind a healed cache a further turn is that of a full prefill."""
 
-from dataclasses import replace
 
 import torch
 
 from ..errors import ConfigError
 from ..model.anatomy import full_cache, stock_cache
 from ..model.checks import CheckResult, check, inconclusive, refused
+from ..prompt.pieces import Prompt
 from .model_under_test import ModelUnderTest, continued, distance
 
 TURN_TOKENS = 8
@@ -39,7 +39,7 @@ def heal(subject: ModelUnderTest) -> CheckResult:
         # A further turn, behind the healed cache and of stock
         turn = subject.ids(TURN_TOKENS, seed=900 + seed)
         got = continued(model, turn, cache)
-        longer = replace(prompt, question=(*prompt.question, *turn))
+        longer = Prompt.of_pieces(prompt.prefix, prompt.chunks, (*prompt.question, *turn))
         expected = [subject.plain([longer])[0].logits[-TURN_TOKENS:]]
         for stock in (full_cache(model), stock_cache(model)):
             continued(model, prompt.ids[:first], stock)

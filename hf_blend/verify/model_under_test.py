@@ -29,7 +29,7 @@ from ..model.anatomy import decoder_layers, full_cache, text_config
 from ..model.cache_keyword import cache_argument
 from ..model.calibrate import rotary_styles
 from ..model.capture import capture, capture_chunk
-from ..model.checks import FLOORS, Blended, CheckedModel, CheckResult, Comparison, States, kv_of, question_rows
+from ..model.checks import FLOORS, BlendedPrefill, CheckedModel, CheckResult, Comparison, States, kv_of, question_rows
 from ..model.extras import extras_of
 from ..model.fingerprint import fingerprint
 from ..model.placement import input_device
@@ -82,7 +82,7 @@ class ModelUnderTest(CheckedModel):
         for row, (lengths, question_tokens) in enumerate(LENGTHS):
             chunks = tuple(self.ids(count, seed=100 * row + number) for number, count in enumerate(lengths))
             prefix = (*self.chunk_prefix_ids, *self.ids(PREFIX_TOKENS + row, seed=100 * row + 50))
-            made.append(Prompt(prefix, chunks, self.ids(question_tokens, seed=100 * row + 60)))
+            made.append(Prompt.of_pieces(prefix, chunks, self.ids(question_tokens, seed=100 * row + 60)))
         return made
 
     @property
@@ -123,7 +123,7 @@ class ModelUnderTest(CheckedModel):
         """Prefill the same prompts, side by side, with the plain model."""
         return prefill(self.model, prompts)
 
-    def compare_with_plain(self, got: Blended) -> CheckResult:
+    def compare_with_plain(self, got: BlendedPrefill) -> CheckResult:
         """The largest absolute difference of logits, against the floor; where these are the same, of K and V."""
         runs = self.plain(got.prompts)
         expected = torch.stack([run.logits[-question_rows(got.prompts) :] for run in runs])
@@ -283,7 +283,7 @@ def rounding(dtype: torch.dtype, roundings: int, moves: int = 0) -> float:
     return 2**0.5 * ((roundings + moves) * eps + 16 * moves * fine) / 2
 
 
-def reusable(got: Blended) -> Tensor:
+def reusable(got: BlendedPrefill) -> Tensor:
     """`[batch, tokens]`: the columns of the chunks, which may be chosen."""
     width = max(len(prompt.ids) for prompt in got.prompts)
     grid = torch.zeros((len(got.prompts), width), dtype=torch.bool)
@@ -293,7 +293,7 @@ def reusable(got: Blended) -> Tensor:
     return grid
 
 
-def unchosen(got: Blended) -> Tensor:
+def unchosen(got: BlendedPrefill) -> Tensor:
     """`[batch, tokens]`: the columns of the chunks that were not chosen."""
     grid = reusable(got)
     for row, columns in enumerate(got.cache.report.chosen_columns):

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import Cache
 
 from ..model.anatomy import full_cache, stock_cache
-from ..model.checks import Blended, CheckResult, check, kv_of
+from ..model.checks import BlendedPrefill, CheckResult, check, kv_of
 from ..prompt.pieces import Prompt
 from .model_under_test import ModelUnderTest, continued, distance
 
@@ -27,7 +27,7 @@ def prefix_cache(subject: ModelUnderTest) -> CheckResult:
 
 @torch.no_grad()
 def _prefix_error(subject: ModelUnderTest, prefix: tuple[int, ...]) -> float:
-    prompt = Prompt(prefix, subject.prompts[0].chunks[:1], subject.prompts[0].question)
+    prompt = Prompt.of_pieces(prefix, subject.prompts[0].chunks[:1], subject.prompts[0].question)
     got = subject.blend([prompt], 0.0, chunk_prefix_ids=prefix)
     errors = []
     for stock in (full_cache(subject.model), stock_cache(subject.model)):
@@ -56,7 +56,7 @@ def _after_chunk(subject: ModelUnderTest, prompt: Prompt, stock: Cache) -> Tenso
     return continued(subject.model, prompt.question, stock)
 
 
-def _cache_error(got: Blended, logits: Tensor, stock: Cache) -> float:
+def _cache_error(got: BlendedPrefill, logits: Tensor, stock: Cache) -> float:
     error = distance(got.logits[0], logits)
     for mine, stocked in zip(filter(None, got.layers), filter(None, kv_of(stock)), strict=True):
         for states, other in zip(mine, stocked, strict=True):

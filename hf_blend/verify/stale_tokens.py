@@ -21,7 +21,7 @@ from transformers import Cache, DynamicCache
 from .. import plugins
 from ..model.anatomy import LayerCall, decoder_layers, full_cache
 from ..model.cache_keyword import cache_argument
-from ..model.checks import Blended, CheckResult, check
+from ..model.checks import BlendedPrefill, CheckResult, check
 from ..model.hooks import hooked
 from ..model.placement import input_device
 from ..prompt.pieces import Prompt
@@ -63,7 +63,7 @@ def _fused_error(subject: ModelUnderTest, prompts: Sequence[Prompt], ratio: floa
     return distance(got.logits, _dense_logits(subject, got, _Spliced(got, unchosen(got), last_fresh)))
 
 
-def _dense_logits(subject: ModelUnderTest, got: Blended, cache: Cache) -> Tensor:
+def _dense_logits(subject: ModelUnderTest, got: BlendedPrefill, cache: Cache) -> Tensor:
     """Logits of the questions' rows where the model runs all tokens with another cache."""
     inputs = subject.inputs(subject.cache(0.0), got.prompts)
     logits: Tensor = subject.model(**inputs, **cache_argument(subject.model, cache), use_cache=True).logits
@@ -73,7 +73,7 @@ def _dense_logits(subject: ModelUnderTest, got: Blended, cache: Cache) -> Tensor
 class _Spliced(DynamicCache):
     """Puts K and V that a blended request has from its store over those that were computed."""
 
-    def __init__(self, got: Blended, slots: Tensor, check_layer: int) -> None:
+    def __init__(self, got: BlendedPrefill, slots: Tensor, check_layer: int) -> None:
         super().__init__()
         self._got = got
         self._slots = slots[:, None, :, None]
@@ -109,13 +109,13 @@ def _stale_error(subject: ModelUnderTest, prompts: Sequence[Prompt], ratio: floa
     return distance(got.logits, expected)
 
 
-def _check_layer(got: Blended) -> int:
+def _check_layer(got: BlendedPrefill) -> int:
     """The last layer whose K and V are all fresh; those of layer 0 are, wherever tokens are chosen."""
     selector: Any = plugins.load("selectors", got.cache.config.selector)
     return got.cache.config.check_layers[0] if selector.needs_kv else 0
 
 
-def _first_stale_layer(got: Blended) -> int:
+def _first_stale_layer(got: BlendedPrefill) -> int:
     """The layer at which tokens were chosen: the first from the check layer on that keeps anything of a token."""
     index = _check_layer(got)
     layers = got.cache.layers
@@ -124,7 +124,7 @@ def _first_stale_layer(got: Blended) -> int:
     return index
 
 
-def _inputs_alone(subject: ModelUnderTest, got: Blended) -> list[Tensor]:
+def _inputs_alone(subject: ModelUnderTest, got: BlendedPrefill) -> list[Tensor]:
     """By layer, then by mixer, what came there of the chunks when each was run alone, `[…, batch, tokens, width]`."""
     width = max(len(prompt.ids) for prompt in got.prompts)
     alone = [Tensor()] * (2 * subject.num_layers)
@@ -138,7 +138,7 @@ def _inputs_alone(subject: ModelUnderTest, got: Blended) -> list[Tensor]:
         return hidden
 
     for row, prompt in enumerate(got.prompts):
-        for start, ids, *_ in prompt.spans():
+        for start, ids, *_ in prompt.spans:
             position = {"row": row, "start": width - len(prompt.ids) + start, "count": len(ids)}
             with _inputs(subject, partial(record, **position)):
                 tokens = torch.tensor([[*subject.chunk_prefix_ids, *ids]])

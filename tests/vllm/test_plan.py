@@ -11,8 +11,8 @@ import pytest
 import hf_blend.integrations.vllm as connector
 from hf_blend import BlendConfig
 from hf_blend.errors import MissingExtraError, PromptError
-from hf_blend.integrations.vllm.plan import NamedPrompt, plan_salt, read_params, request_fields
-from hf_blend.prompt.pieces import Span
+from hf_blend.integrations.vllm.plan import plan_salt, read_params, request_fields
+from hf_blend.prompt.pieces import Prompt, Span
 from tests.chat_templates import CHATML, QUESTION, small_tokenizer
 from tests.chat_templates import DOCUMENTS as TEXTS
 
@@ -75,9 +75,9 @@ def test_what_is_not_in_prompt_is_refused(documents):
 
 def test_in_named_prompt_no_other_chunk_is_looked_for():
     spans = read_params({"documents": DOCUMENTS}, IDS, None).spans
-    prompt = NamedPrompt(tuple(IDS), spans)
+    prompt = Prompt(tuple(IDS), spans)
     assert not prompt.is_searched
-    assert prompt.spans() == list(spans)
+    assert prompt.spans == spans
 
 
 def test_connector_without_vllm_names_what_to_install(monkeypatch):

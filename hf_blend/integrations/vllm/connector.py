@@ -48,11 +48,11 @@ from ...model.cache_keyword import cache_argument
 from ...model.canary import COARSE_TOLERANCE, TOLERANCE
 from ...model.context import default_prefix
 from ...model.fingerprint import fingerprint
-from ...prompt.pieces import Span
+from ...prompt.pieces import Prompt, Span
 from ...store import ChunkStore
 from ...tenants import read_tenants
 from .interface import missing_attributes, missing_fields, missing_methods, parameter_names, refuse_missing
-from .plan import NamedDocuments, NamedPrompt, plan_salt, read_params
+from .plan import NamedDocuments, plan_salt, read_params
 from .weights import FastLinear, load_copy, model_over, speed_up
 
 __all__ = ["BlendConnector"]
@@ -467,7 +467,7 @@ class Worker(BlendConnector):
     def _blend(self, ids: tuple[int, ...], spans: tuple[Span, ...], store: ChunkStore) -> tuple[list[Any], Any]:
         """K and V of each layer, `[tokens, kv_heads, head_dim]` each, and the report."""
         cache = BlendCache(self.model, store, self._config)
-        inputs = cache.expect(None, [NamedPrompt(ids, spans)])
+        inputs = cache.expect(None, [Prompt(ids, spans)])
         with FastLinear():
             self.model(**inputs, **cache_argument(self.model, cache), use_cache=True, logits_to_keep=1)
         if cache.report.fallback_reason:

@@ -19,10 +19,10 @@ from ...config import BlendConfig
 from ...errors import PromptError
 from ...prompt.documents import forms_of
 from ...prompt.messages import build_messages, with_documents
-from ...prompt.pieces import NamedPrompt, Span, tokenize
+from ...prompt.pieces import Span, tokenize
 from ...prompt.text import aligned
 
-__all__ = ["NamedDocuments", "NamedPrompt", "plan_salt", "read_params", "request_fields"]
+__all__ = ["NamedDocuments", "plan_salt", "read_params", "request_fields"]
 
 LoadTokenizer = Callable[[], Any]
 
@@ -69,7 +69,7 @@ def request_fields(
     """
     filled, texts = with_documents(messages, documents)
     prompt = build_messages(tokenizer, filled, texts, template)
-    spans = [_as_list(span) for span in prompt.spans()]
+    spans = [_as_list(span) for span in prompt.spans]
     fields: dict[str, Any] = {"messages": filled}
     if spans:
         fields["kv_transfer_params"] = {"documents": spans, "tenant": tenant}
