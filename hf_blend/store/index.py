@@ -59,7 +59,6 @@ _WORDS = _ROW.itemsize // 8
 _CHECKS = np.random.default_rng(1).integers(1, 1 << 62, _WORDS - 1, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
 _WHOLE = 1  # flag: the chunk is known by its first tokens, and found only as a whole
 _IN_MEMORY = 2  # flag: the ids are not in the file, which could not be written
-_Read = Callable[[np.void, int, int], bytes]  # of the ids of a row: so many bytes from a start on
 _MOST_BYTES = 1 << 27  # of the ids of one row
 _MOST = 1 << 48  # bytes of an entry, and of the file of ids
 _MOST_ALIKE = 64  # chunks with the same window that are compared with a prompt token by token
@@ -283,8 +282,8 @@ class ChunkIndex:
                     keys[run.packed] = key if is_stored(key) else None
             return keys[run.packed] is not None
 
-        with self._lock, self._reader() as read:
-            runs = set(self._runs(_group_of(fingerprint, prefix), ids, read, is_usable))
+        with self._lock:
+            runs = set(self._runs(_group_of(fingerprint, prefix), ids, is_usable))
         spans = []
         for run in without_overlap(runs):
             key = keys[run.packed]
@@ -292,7 +291,7 @@ class ChunkIndex:
                 spans.append(ChunkSpan(run.start, key, run.first, run.tokens))
         return spans
 
-    def _runs(self, group: int, ids: np.ndarray, read: _Read, is_usable: Callable[[Run], bool]) -> Iterator[Run]:
+    def _runs(self, group: int, ids: np.ndarray, is_usable: Callable[[Run], bool]) -> Iterator[Run]:
         """Give the usable runs of stored tokens in a prompt; of those around one window the longest."""
         prompt = ids.tobytes()
         behind = hashes(ids, BEHIND)
@@ -308,23 +307,23 @@ class ChunkIndex:
                 last = int(np.searchsorted(self._sorted, found[start], "right"))
                 rows = self._rows[self._order[first[start] : last]]
                 if is_whole:
-                    yield from filter(is_usable, self._whole(rows, prompt, start, read))
+                    yield from filter(is_usable, self._whole(rows, prompt, start))
                     continue
                 if len(rows) > _MOST_ALIKE:
                     yield from filter(is_usable, self._whole_among_many(rows, prompt, start))
                     next_hash = behind[start + width] if start + width < len(behind) else np.uint64(0)
                     rows = rows[np.argsort(rows["behind"] != next_hash, kind="stable")][:_MOST_ALIKE]
-                runs = [run_around(self._chunk_ids(row, read), prompt, start, int(row["offset"])) for row in rows]
+                runs = [run_around(self._chunk_ids(row), prompt, start, int(row["offset"])) for row in rows]
                 for run in sorted(runs, key=lambda run: -run.tokens):
                     if run.is_worth_reading and is_usable(run):
                         covered[window] = run.stop
                         yield run
                         break
 
-    def _whole(self, rows: np.ndarray, prompt: bytes, start: int, read: _Read) -> Iterator[Run]:
+    def _whole(self, rows: np.ndarray, prompt: bytes, start: int) -> Iterator[Run]:
         """Give the chunks all of whose tokens are at a position of a prompt."""
         for row in rows:
-            packed = self._chunk_ids(row, read)
+            packed = self._chunk_ids(row)
             if packed and prompt[4 * start : 4 * start + len(packed)] == packed:
                 yield Run(start, packed, 0, len(packed) // 4)
 
@@ -379,8 +378,7 @@ class ChunkIndex:
 
     def _key(self, row: np.void) -> ChunkKey | None:
         """Make the key of a row from the ids that it points to; None if they cannot be those of a chunk."""
-        with self._reader() as read:
-            raw = read(row, 0, _ids_bytes(row))
+        raw = self._read_ids(row, 0, _ids_bytes(row))
         text, prefix = int(row["fingerprint"]), int(row["prefix"])
         with contextlib.suppress(ValueError):  # also of a text that is none
             fingerprint = raw[:text].decode("utf-8", "surrogatepass")
@@ -388,29 +386,26 @@ class ChunkIndex:
             return ChunkKey(fingerprint, ids[:prefix], ids[prefix:], self.namespace)
         return None
 
-    def _chunk_ids(self, row: np.void, read: _Read) -> bytes:
+    def _chunk_ids(self, row: np.void) -> bytes:
         size = 4 * int(row["tokens"])
-        packed = read(row, _ids_bytes(row) - size, size)
+        packed = self._read_ids(row, _ids_bytes(row) - size, size)
         return packed if len(packed) == size else b""
 
-    @contextlib.contextmanager
-    def _reader(self) -> Iterator[_Read]:
-        """Give what reads the ids of rows."""
-        handle = -1
-        with contextlib.suppress(FileNotFoundError):
-            handle = os.open(self._ids_path, os.O_RDONLY | os.O_CLOEXEC) if self._ids_path else -1
-
-        def read(row: np.void, start: int, size: int) -> bytes:
-            start += int(row["start"])
-            if row["flags"] & _IN_MEMORY:
-                return bytes(self._ids[start : start + size])
-            return os.pread(handle, min(size, _MOST_BYTES), start) if handle >= 0 else b""
-
+    def _read_ids(self, row: np.void, start: int, size: int) -> bytes:
+        """Read so many bytes of the ids of a row, from a start on; fewer where there are no more."""
+        start += int(row["start"])
+        if row["flags"] & _IN_MEMORY:
+            return bytes(self._ids[start : start + size])
+        if self._ids_path is None:
+            return b""
         try:
-            yield read
+            handle = os.open(self._ids_path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return b""
+        try:
+            return os.pread(handle, min(size, _MOST_BYTES), start)
         finally:
-            if handle >= 0:
-                os.close(handle)
+            os.close(handle)
 
 
 def _merged(

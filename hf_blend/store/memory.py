@@ -93,10 +93,10 @@ class MemoryCache:
             self._cached.clear()
             self.nbytes = 0
 
-    def chunks(self) -> list[ChunkKV]:
+    def digests(self) -> list[str]:
         """List what is there."""
         with self._lock:
-            return [cached.chunk for cached in self._cached.values()]
+            return list(self._cached)
 
 
 def default_memory_bytes() -> int:

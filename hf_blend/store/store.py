@@ -120,7 +120,6 @@ class Store:
         self._pid = os.getpid()
         self._is_listed = False
         self._learned_s: dict[str, float] = {}  # when a tier on another machine was listed whose entries are all known
-        self._skipped: set[tuple[str, str]] = set()  # entries that are no readable chunk of ours
         for tier in self.tiers:
             self.counts.count("removed", "orphans", tier.remove_orphans())
 
@@ -457,8 +456,10 @@ class Store:
         return True  # an empty store is a store: `store or other` must not drop it
 
     def __len__(self) -> int:
-        digests = {name[-64:] for names in self._list(thorough=True).values() for name in names}
-        digests.update(chunk.key.digest for chunk in self.memory.chunks())
+        digests = set(self.memory.digests())
+        for tier in self.tiers:
+            with contextlib.suppress(OSError):
+                digests.update(name[-64:] for name in tier.names(f"{self._space}/"))
         return len(digests)
 
     def _capacity(self, tier: Tier, limits: Limits) -> Capacity:
@@ -510,7 +511,6 @@ class Store:
                 with self.counts.timed("store_seconds", tier.name):
                     self._put(tier, key, parts())
                 self.counts.count("stored", tier.name)
-                self._skipped.discard((tier.name, name))
             elif key.digest not in self.index and (stat := tier.stat(name)):
                 self.index.add([Listed(key, stat.nbytes, stat.created)])
         except (OSError, MemoryError, EntryFault) as error:
@@ -607,7 +607,7 @@ class Store:
                 logger.info("the %s tier cannot be listed now (%s)", tier.name, error)
         if is_whole and (thorough or not is_listed):
             kept = [name[-64:] for listed in names.values() for name in listed]
-            kept += [chunk.key.digest for chunk in self.memory.chunks()]
+            kept += self.memory.digests()
             with contextlib.suppress(OSError):
                 self.index.keep_only(kept)
                 self.index.touch()
@@ -618,7 +618,7 @@ class Store:
         return max((tier.changed_s(f"{self._space}/") for tier in self.tiers if tier.is_local), default=0.0)
 
     def _learn(self, tier: Tier, names: list[str], most_s: float) -> bool:
-        """Read which chunks entries hold that are not known, and list them; those that cannot be read are skipped.
+        """Read which chunks entries hold that are not known, and list them; those that cannot be read are not.
 
         False if the time was over before all were read.
         """
@@ -627,8 +627,6 @@ class Store:
         page: list[Listed] = []
         for digest in sorted(self.index.unknown([name[-64:] for name in names])):
             name = self.name(digest)
-            if (tier.name, name) in self._skipped:
-                continue
             if time.monotonic() > until_s:
                 is_over = True
                 break
@@ -640,7 +638,6 @@ class Store:
                     page.append(Listed(self._read_key(name, source), source.stat.nbytes, source.stat.created))
             except EntryFault as fault:
                 logger.info("%s is not listed (%s)", name, fault)
-                self._skipped.add((tier.name, name))
             except OSError as error:
                 logger.info("%s cannot be read now (%s)", name, error)
             if len(page) == _PAGE:

@@ -234,15 +234,3 @@ def test_key_of_another_type_gives_way_to_chunk(other, is_read_first, served_tie
         assert store.stats()["removed"]["corrupt"] == 1
     store.put(chunk())
     same(ChunkStore(None, [tier]).get(chunk().key), chunk())
-
-
-@pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_folder_in_place_of_object_gives_way_if_it_is_empty(scheme, tmp_path, chunk, same):
-    tier = plugins.load("store.tiers", "fsspec")(f"{scheme}://{tmp_path}/shared")
-    store = ChunkStore(None, [tier])
-    path = tier._path(store.name(chunk().key.digest))
-    tier._files.makedirs(path)
-    assert store.get(chunk().key) is None
-    assert list(store.stats()["load_failures"]) == [f"{scheme}:foreign"]
-    store.put(chunk())
-    same(ChunkStore(None, [tier]).get(chunk().key), chunk())

@@ -3,7 +3,6 @@
 """Objects behind any fsspec URL: S3, GCS, Azure, Hugging Face buckets, WebDAV, a shared folder."""
 
 import contextlib
-import errno
 import secrets
 import time
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ import fsspec
 
 from ...errors import ConfigError, MissingExtraError
 from .base import EntryFault, ObjectStat, Tier, is_name
-from .remote import RefusedError, RemoteTier
+from .remote import RemoteTier
 
 __all__ = ["FsspecTier"]
 
@@ -83,7 +82,6 @@ class FsspecTier(RemoteTier, Tier):
         if self._puts_whole:
             self._files.pipe_file(path, content)
             return
-        self._make_way(path)
         unfinished = f"{self._root}/incoming/{secrets.token_hex(16)}.tmp"
         self._files.makedirs(f"{self._root}/incoming", exist_ok=True)
         self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
@@ -120,15 +118,6 @@ class FsspecTier(RemoteTier, Tier):
 
     def _path(self, name: str) -> str:
         return f"{self._root}/objects/{name}{_SUFFIX}"
-
-    def _make_way(self, path: str) -> None:
-        """Remove an empty folder that is in the place of a file; one that holds something is refused."""
-        info = self._info(path)
-        if info is not None and not _is_file(info):
-            try:
-                self._files.rmdir(path)
-            except OSError as error:
-                raise RefusedError(errno.EISDIR, f"a folder is in the place of an object: {error}") from error
 
     def _info(self, path: str) -> dict[str, Any] | None:
         self._files.invalidate_cache(path)
