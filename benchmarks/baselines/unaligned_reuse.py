@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Full reuse with keys left at the positions where they were computed, as PromptCache does behind its first chunk."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,17 +20,25 @@ class UnalignedReuse(Blended):
         super().__init__(model, tokenizer, _Unaligned(store), max_new_tokens)
 
 
+def _unrotated(chunk: ChunkKV) -> ChunkKV:
+    """The chunk, which says of each of its layers that it does not rotate."""
+    return replace(chunk, layer_table=(-1,) * len(chunk.layer_table))
+
+
 class _Unaligned:
-    """Chunks that are missing are computed and stored first, and then count as loaded."""
+    """A store whose chunks all say that their layers do not rotate."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
 
     at_hand = staticmethod(lambda *_: {})  # `stream` gives all
 
-    def stream(self, key: Any, recompute: Callable[[], ChunkKV], **given: Any) -> ChunkKV:
-        chunk = self._store.stream(key, recompute, **given) or self._store.put(recompute())
-        return replace(chunk, layer_table=(-1,) * len(chunk.layer_table))
+    def stream(self, key: Any, layout: Any) -> ChunkKV | None:
+        chunk = self._store.stream(key, layout)
+        return None if chunk is None else _unrotated(chunk)
+
+    def put(self, chunk: ChunkKV) -> ChunkKV:
+        return _unrotated(self._store.put(chunk))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
