@@ -138,13 +138,6 @@ def test_ask_compare_times_methods_in_turns_and_takes_median(store, first, two_q
     assert [row["ttft_ms"] for row in rows[:3]] == [2500, 3600, 4900]
 
 
-def test_ask_says_that_answer_was_cut(store, first, run):
-    _, out, err = run("ask", "--max-new-tokens", "1", "--store", store)
-    assert err.count("Cut at 1 tokens, set --max-new-tokens higher: blend.") == 3
-    for question in handbook_questions():
-        assert question["question"] in out
-
-
 def test_diverge_is_kl_of_two_forced_answers(source, model, monkeypatch):
     tokenizer = source.tokenizer
     monkeypatch.setattr(tokenizer, "chat_template", CHATML)

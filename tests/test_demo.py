@@ -14,9 +14,9 @@ import pytest
 from worlds import REFERENCE, reference_questions
 
 from hf_blend import ChunkStore
-from hf_blend.errors import ConfigError, MissingExtraError, PromptError, UnsupportedModelError
+from hf_blend.errors import PromptError, UnsupportedModelError
 from hf_blend.evaluation.asking import Pipeline
-from hf_blend.evaluation.demo import drawing, loaded, page
+from hf_blend.evaluation.demo import drawing, page
 from hf_blend.evaluation.demo.compare import DemoState, Panel, Passage, compare, streamed
 from hf_blend.evaluation.demo.loaded import load_exact
 from hf_blend.evaluation.demo.request import (
@@ -29,7 +29,6 @@ from hf_blend.evaluation.demo.request import (
     selectors,
 )
 from hf_blend.evaluation.demo.visitors import PUBLIC, Limits, Visitors
-from tests.asking import raising
 
 HOSTILE = "<script>window.broken = 1</script><img src=x onerror='window.broken = 1'> \" & </textarea>"
 
@@ -57,23 +56,26 @@ def visitor(address="1.2.3.4", session="a", **headers):
 def test_compare_streams_three_answers_and_stores_pieces_once(bundled, store, query):
     states = list(compare(bundled, store, query, Limits()))
     pieces = len(documents_of(query.documents))
-    assert [panel.state for panel in states[0].panels] == ["waiting"] * 3
-    progress = [state.status for state in states if state.status.endswith("stored …")]
-    assert progress == [f"{number} of {pieces} pieces stored …" for number in range(pieces)]
-    assert any("writing" in [panel.state for panel in state.panels] for state in states)
+    said = [state.status for state in states]
+    drawn = set()
+    for state in states:
+        drawn.update(panel.state for panel in state.panels)
+    assert drawn == {"waiting", "writing", "done"}
+    for number in range(pieces):
+        assert f"{number} of {pieces} pieces stored …" in said
     last = states[-1]
     full, reuse, blend = last.panels
     assert f"{pieces} pieces stored now, 0 before." in last.status
     assert [panel.state for panel in last.panels] == ["done"] * 3
     assert full.text == blend.text == reference_questions()[0]["answer"] != reuse.text
     assert reuse.charged == 0.0 < blend.charged < 0.5
-    assert all(panel.ttft_ms > 0 for panel in last.panels)
     chosen = sum(is_chosen for _, is_chosen in last.tokens)
     assert 0 < chosen < len(last.tokens)
 
-    request = prepare(bundled, query, Limits()).request
-    report = Pipeline(bundled.model, bundled.tokenizer, store).answer(request, query.config(), 1).report
-    assert report.computed_chunks == 0
+    question = prepare(bundled, query, Limits())
+    pipeline = Pipeline(bundled.model, bundled.tokenizer, store)
+    answer = pipeline.answer(question.request, query.config(), 1)
+    assert answer.report.computed_chunks == 0
     *_, second = compare(bundled, store, query, Limits())
     assert f"0 pieces stored now, {pieces} before." in second.status
     assert [panel.text for panel in second.panels] == [panel.text for panel in last.panels]
@@ -82,20 +84,9 @@ def test_compare_streams_three_answers_and_stores_pieces_once(bundled, store, qu
 def test_selectors_that_are_offered_all_answer(bundled, store, query):
     assert "explicit" not in selectors()
     for name in selectors():
-        *_, state = compare(bundled, store, replace(query, selector=name, recompute_ratio=0.1), Limits())
+        request = replace(query, selector=name, recompute_ratio=0.1)
+        *_, state = compare(bundled, store, request, Limits())
         assert state.panels[2].state == "done", name
-
-
-@pytest.mark.parametrize(
-    ("text", "documents"),
-    [
-        ("one\ntwo", ["one\n", "two\n"]),
-        ("one\nstill one\n\n\ntwo\n", ["one\nstill one\n", "two\n"]),
-        ("one\r\n \r\ntwo", ["one\n", "two\n"]),
-    ],
-)
-def test_documents_of_splits_at_empty_lines_or_else_at_every_line(text, documents):
-    assert documents_of(text) == documents
 
 
 @pytest.mark.parametrize(
@@ -103,7 +94,6 @@ def test_documents_of_splits_at_empty_lines_or_else_at_every_line(text, document
     [
         ({"documents": " \n "}, "there is no document"),
         ({"question": ""}, "there is no question"),
-        ({"documents": "x" * 20_001}, "20,001 letters"),
         ({"question": "x" * 501}, "501 letters"),
         ({"documents": "the captain\n" * 1600}, "tokens for this model"),
     ],
@@ -118,14 +108,15 @@ def test_prepare_allows_no_more_than_visitors_store_holds(tiny, query):
     line = "the harbour has a crane and a light"
     with pytest.raises(PromptError, match=r"and 378 fit: their KV takes .* kB a token"):
         prepare(tiny, replace(query, documents="\n".join([line] * 50)), limits)
-    fitting = DemoRequest("\n".join(f"{line} {number}" for number in range(7)), "Which harbour?")
-    pipeline = None
+    lines = [f"{line} {number}" for number in range(7)]
+    fitting = DemoRequest("\n".join(lines), "Which harbour?")
     with ChunkStore.open("memory://", memory_bytes=limits.store_bytes) as store:
         list(compare(tiny, store, fitting, limits))
         pipeline = Pipeline(tiny.model, tiny.tokenizer, store)
-        report = pipeline.answer(prepare(tiny, fitting, limits).request, fitting.config(), 1).report
-    assert report.computed_chunks == 0
-    assert report.notice == ""
+        question = prepare(tiny, fitting, limits)
+        answer = pipeline.answer(question.request, fitting.config(), 1)
+    assert answer.report.computed_chunks == 0
+    assert answer.report.notice == ""
 
 
 def test_panels_compare_words_where_no_answer_is_known_and_share_one_scale():
@@ -140,13 +131,6 @@ def test_panels_compare_words_where_no_answer_is_known_and_share_one_scale():
     assert "18% of the work" in third
     assert 'class="hb-bar" style="width:100.0%"' in first
     assert 'class="hb-bar" style="width:25.0%"' in third
-
-
-def test_marked_frames_recomputed_tokens_beside_their_titles():
-    tokens = (("system", False), ("a", False), ("b", True))
-    text = drawing.marked(DemoState((), "", tokens, passages=(Passage("Light", 1, 3),)))
-    assert re.search(r"<b>Light</b><div><span [^>]*>a<.*<span class=\"hb-token hb-chosen\"[^>]*>b<", text)
-    assert "system" not in text
 
 
 def test_drawing_escapes_whatever_visitor_writes(tiny, store):
@@ -170,7 +154,7 @@ def test_figure_is_document_that_fetches_nothing(bundled, store, query):
 
 def test_visitors_admit_so_many_answers_minute():
     clock = iter([0.0, 1.0, 2.0, 59.0, 60.5])
-    visitors = Visitors(Limits(answers_per_minute=2), now=lambda: next(clock))
+    visitors = Visitors(Limits(answers_per_minute=2), now=clock.__next__)
     visitors.admit("a")
     visitors.admit("a")
     visitors.admit("b")
@@ -227,13 +211,6 @@ def test_visitor_of_believes_proxy_on_space_only(monkeypatch):
     assert page.visitor_of(request) == "1.2.3.4"
     monkeypatch.setenv("SPACE_ID", "somebody/hf-blend")
     assert page.visitor_of(request) == "9.9.9.9"
-
-
-def test_load_exact_fetches_named_model_that_is_not_here(monkeypatch):
-    monkeypatch.setattr(loaded, "locate", raising(MissingExtraError("it is not on this machine")))
-    monkeypatch.setattr(loaded, "open_model", lambda source, *_: raising(ConfigError(f"asked for {source}"))())
-    with pytest.raises(ConfigError, match="asked for HuggingFaceTB/SmolLM2-135M-Instruct"):
-        load_exact()
 
 
 def test_load_exact_refuses_what_cannot_be_blended(model_folder, tmp_path, tiny_model):

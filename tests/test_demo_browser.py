@@ -17,7 +17,6 @@ from hf_blend.evaluation.demo.loaded import load_exact
 from hf_blend.evaluation.demo.page import Demo, serve
 from hf_blend.evaluation.demo.request import DemoRequest, first_request
 from hf_blend.evaluation.demo.visitors import Limits, Visitors
-from tests.servers import start_space
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 MISSING = [name for name in ("playwright", "gradio") if importlib.util.find_spec(name) is None]
@@ -188,26 +187,6 @@ def test_page_opens_with_question_counts_bars_and_tokens(visit, opened, artefact
     box = seen.page.locator("#hb-question textarea, #hb-question input").first
     expect(box).to_have_value(first_request().question)
     seen.page.screenshot(path=artefacts / f"start-{size['width']}.png", full_page=True)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("small_smollm2")
-def test_space_answers_question_that_is_typed(browser, tmp_path, artefacts):
-    server = start_space(tmp_path / "space")
-    seen = None
-    try:
-        seen = Visit(browser, f"http://127.0.0.1:{server.port}/")
-        seen.write("#hb-question", "Who keeps the keys?")
-        seen.ask()
-        for method in METHODS:
-            assert seen.answer(method)
-        seen.page.locator("#hb-status", has_text="0 pieces stored now, 12 before").wait_for()
-        seen.page.screenshot(path=artefacts / "space.png", full_page=True)
-        assert seen.complaints == []
-    finally:
-        if seen is not None:
-            seen.context.close()
-        server.kill()
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from hf_blend import BlendCache, observer
 from hf_blend.cache import healing, idle_healing
 from hf_blend.context.self_extend import self_extend
 from hf_blend.errors import ConfigError, UnsupportedModelError
-from tests.asking import failing, generated, memory, prepared, prompt
+from tests.asking import apart, failing, generated, memory, prepared, prompt
 from tests.chat_templates import DOCUMENTS
 from tests.conftest import random_pieces, skip_in_the_oldest, slow_but
 from tests.conftest import shared_zoo_model as zoo_model
@@ -66,13 +66,17 @@ def next_turn(model, cache):
 def off(model, cache, ids):
     """How far the next turn is from stock's."""
     expected = next_turn(model, stock(model, ids))
-    return float((next_turn(model, cache) - expected).abs().max() / expected.abs().max())
+    return apart(next_turn(model, cache), expected) / float(expected.abs().max())
 
 
 def tensors(cache):
     """Copies of all that the layers hold."""
-    return [tensor.clone() for layer in cache.layers if hasattr(layer, "state") and cache.get_seq_length()
-            for tensor in layer.state().values()]  # fmt: skip
+    copies = []
+    for layer in cache.layers:
+        if hasattr(layer, "state") and cache.get_seq_length():
+            for tensor in layer.state().values():
+                copies.append(tensor.clone())
+    return copies
 
 
 @pytest.mark.parametrize("kind", slow_but(*FAST, among=KINDS))
@@ -98,8 +102,10 @@ def test_left_is_exact_and_right_untouched_where_all_tokens_are_kept():
         for now, full, blend in zip(cache.layers, exact.layers, before.layers, strict=True):
             for name in ("keys", "values"):
                 states = getattr(now, name)
-                torch.testing.assert_close(states[:, :, :done], getattr(full, name)[:, :, :done], rtol=0, atol=1e-4)
-                assert torch.equal(states[:, :, done:], getattr(blend, name)[:, :, done:])
+                exact_states = getattr(full, name)
+                blended_states = getattr(blend, name)
+                assert apart(states[:, :, :done], exact_states[:, :, :done]) <= 1e-4
+                assert torch.equal(states[:, :, done:], blended_states[:, :, done:])
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("gemma3_text", None), ("falcon_h1", None), ("llama", 8)])
@@ -327,10 +333,9 @@ def test_tokens_at_grouped_positions_are_refused():
 
 @pytest.mark.parametrize(("rope", "longest"), [("longrope", 512), ("dynamic", 64)])
 def test_frequencies_that_depend_on_length_are_refused_beyond_trained_one(rope, longest):
-    settings = {
-        "longrope": {"short_factor": [1.5] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 64},
-        "dynamic": {"factor": 2.0},
-    }[rope]
+    settings = {"factor": 2.0}
+    if rope == "longrope":
+        settings = {"short_factor": [1.5] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 64}
     parameters = {"rope_theta": 1e4, "rope_type": rope, **settings}
     model = zoo_model("llama", rope_parameters=parameters, max_position_embeddings=longest)
     cache, _ = blended(model)
@@ -338,15 +343,6 @@ def test_frequencies_that_depend_on_length_are_refused_beyond_trained_one(rope, 
     short, ids = blended(model, random_pieces((20,)))
     assert short.heal() == 0
     assert off(model, short, ids) < 1e-5
-
-
-def test_second_cache_without_memory_is_refused_with_bytes_that_it_needs(monkeypatch):
-    cache, ids = blended(tiny("gemma3_text"))
-    monkeypatch.setattr(healing, "available_bytes", lambda: 1000)
-    refused(cache, r"heal\(\) needs [\d,]+ bytes on cpu .*1,000 are free")
-    monkeypatch.undo()
-    assert cache.heal() == 0
-    assert off(cache.model, cache, ids) < 1e-5
 
 
 @pytest.mark.parametrize("change", ["weights", "mode"])
@@ -385,15 +381,11 @@ def test_another_model_heals_nothing(tiny_model):
 def test_images_and_embeddings_stay_blended_with_all_behind_them():
     model = tiny("llama")
     cache, ids = blended(model)
-    cache.state.info.placeholders = {int(ids[0, 60])}
-    first = ids[0].tolist().index(int(ids[0, 60]))
+    row = ids[0].tolist()
+    cache.state.info.placeholders = {row[60]}
+    first = row.index(row[60])
     left = cache.heal()
     assert left == cache.get_seq_length() - first == cache.heal()
-
-
-def test_fewer_tokens_than_none_are_refused():
-    with pytest.raises(ConfigError, match=r"heal\(-5\) was called"):
-        BlendCache(tiny("llama"), memory()).heal(-5)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])

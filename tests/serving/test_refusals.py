@@ -60,11 +60,13 @@ def test_unserved_field_names_nearest():
 def test_wrong_value_is_refused_by_name(text):
     with pytest.raises(wire.Refused) as raised:
         read(**WRONG[text])
-    assert str(raised.value).startswith(text)
-    assert raised.value.status == 400
-    assert raised.value.param
+    error = raised.value
+    said = str(error)
+    assert said.startswith(text)
+    assert error.status == 400
+    assert error.param
     if "not served here" in text:
-        assert ELSEWHERE in str(raised.value)
+        assert ELSEWHERE in said
 
 
 @pytest.mark.parametrize("text", BODIES)
