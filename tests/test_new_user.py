@@ -12,16 +12,11 @@ import json
 import random
 import re
 import shutil
-import signal
 import socket
-import subprocess
-import sys
-import time
 
 import pytest
 from worlds import REFERENCE
 
-from hf_blend import ChunkStore
 from hf_blend.cli.main import main
 from tests.conftest import PUBLISHED
 
@@ -132,27 +127,6 @@ def test_store_rm_removes_chunks_by_digest_and_by_model(indexed, here, run):
     assert told("rm", first["digest"][:20]) == {"removed": 1}
     assert told("ls") == rows
     assert told("rm", "--model", first["fingerprint"][:8]) == {"removed": len(rows)}
-
-
-@pytest.mark.slow
-def test_index_that_was_stopped_says_what_is_kept_and_continues(here, own_model):
-    words = [sys.executable, "-P", "-m", "hf_blend", "index", "notes", "--model", own_model, "--store", "kv"]
-    started = subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
-    while len(list(here.glob("kv/objects/**/*.safetensors"))) < 3 and started.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    started.send_signal(signal.SIGINT)
-    _, err = started.communicate(timeout=120)
-    assert started.returncode == 130, err
-    kept, missing = re.search(r"Stopped\. (\d+) chunks are stored and stay, (\d+) are missing", err).groups()
-    assert int(kept) >= 3
-    assert "Run the same command again to continue." in err
-    assert "Traceback" not in err
-    with ChunkStore.open("kv") as store:
-        assert len(store) in (int(kept), int(kept) + 1)  # one may have been written when the key was pressed
-    done = subprocess.run([*words, "--json"], capture_output=True, text=True, timeout=300)
-    assert int(missing) - 1 <= json.loads(done.stdout)["stored"] <= int(missing)
 
 
 def mistakes():

@@ -109,24 +109,6 @@ def test_damaged_block_costs_time_and_changes_no_answer(model, tmp_path, ratio):
         path.write_bytes(kept[path])
 
 
-def test_entry_whose_header_is_damaged_is_computed_again_or_read_whole_from_another_tier(model, tmp_path):
-    given = {"partial": {**ANYHOW, "reorder": False}, "memory_bytes": 0}
-    with ChunkStore.open(tmp_path / "near", **given, remote=f"file://{tmp_path}/far") as store:
-        logits_of(model, store)
-        part, _ = logits_of(model, store)
-    expected, _ = logits_of(model, ChunkStore.open("memory://"))
-    assert not torch.equal(expected, part), "or this test would not see what was loaded"
-    for remote, computed in ((f"file://{tmp_path}/far", 0), (None, len(CHUNKS) + 1)):
-        for path in block_files(tmp_path / "near"):
-            path.write_bytes(b"?" + path.read_bytes()[1:])
-        with ChunkStore.open(tmp_path / "near", **given, remote=remote) as store:
-            got, cache = logits_of(model, store)
-            assert torch.equal(got, expected)
-            assert cache.report.computed_chunks == computed
-            assert faults(store) == {"format": len(CHUNKS) + 1}
-            assert logits_of(model, store)[1].report.partial["partial_layers"] > 0, "it is in blocks again"
-
-
 BATCH = {"prefix": [5, 6], "chunks": [CHUNKS, CHUNKS[::-1]], "question": [[7, 8], [9, 10, 11]]}
 
 

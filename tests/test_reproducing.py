@@ -58,22 +58,6 @@ def made_by(arguments, capsys):
 
 
 @pytest.mark.slow
-def test_impress_counts_bytes_first_and_heads_against_chance_and_resumes(untied, asked, tmp_path, capsys, monkeypatch):
-    arguments = ["impress", "--model", untied, *asked]
-    _, figures = made_by(arguments, capsys)
-    assert set(figures) == {"share", "alpha", "probe-heads", "block-tokens", "ablation", "cache", "heads"}
-    whole, *_ = figures["share"]
-    assert 0.9 < whole["loaded_share"] < 1.1, "headers are counted, what is fresh in every layer is not read"
-    assert whole["difference_to_all_loaded"] == [0, 0]
-    assert [row["layer"] for row in figures["heads"]] == [2, 3], "behind the check layer"
-    assert all(0 < row["chance"] < row["jaccard"] + 1 for row in figures["heads"])
-    for name in figures:
-        assert (tmp_path / "run" / f"{name}.csv").exists()
-    monkeypatch.setattr("papers.impress._InPart", None)  # nothing is answered again
-    assert made_by(arguments, capsys)[1] == figures
-
-
-@pytest.mark.slow
 def test_figures_are_made_on_folder_with_real_set_and_stopped_run_goes_on(saved, asked, tmp_path, monkeypatch, capsys):
     arguments = ["cacheblend", "--model", saved("model", num_hidden_layers=5, hidden_size=16), *asked]
     loaded = []

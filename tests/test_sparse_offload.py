@@ -75,23 +75,6 @@ def test_draft_sees_what_its_target_sees_from_disk(tmp_path):
     assert expected[1].rounds > 0
 
 
-def test_contexts_that_grow_and_shrink_between_sessions_are_read_again(model, tmp_path):
-    texts = []
-    for settings in ({}, {"kv_device_map": "disk", "offload_folder": str(tmp_path)}):
-        output, _, cache = decoded(model, ways={**GREEDY, "max_new_tokens": 9}, **settings)
-        cache.crop(-20)
-        with torch.no_grad():
-            model(torch.tensor([[7, 9, 11, 13] * 20]), past_key_values=cache)
-            with sparse_decoding(model, cache, **SMALL):
-                logits = [model(torch.tensor([[one]]), past_key_values=cache).logits for one in (5, 6, 7)]
-                cache.crop(-40)
-                logits += [model(torch.tensor([[one]]), past_key_values=cache).logits for one in range(5, 25)]
-            logits.append(model(torch.tensor([[3]]), past_key_values=cache).logits)  # dense again
-        texts.append((output.sequences, torch.cat(logits)))
-    assert torch.equal(texts[0][0], texts[1][0])
-    torch.testing.assert_close(texts[1][1], texts[0][1], rtol=0, atol=5e-6)
-
-
 def test_away_blocks_read_again_what_changed_below_tail(tmp_path):
     held = KVMemory([0], BlendConfig(kv_device_map="disk", offload_folder=tmp_path))
     layer = OffloadedLayer(held, 0)

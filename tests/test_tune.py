@@ -144,19 +144,6 @@ def test_prompt_that_is_too_long_is_refused_by_name(tmp_path, tokenizer):
         read_prompts(jsonl(tmp_path / "rows.jsonl", ROW), tokenizer, positions=60)
 
 
-def test_command_prints_one_document_for_model_of_ones_own(tmp_path, model_folder, run):
-    rows = [{**ROW, "id": str(number), "question": f"Who owns it {number}?"} for number in range(4)]
-    path = jsonl(tmp_path / "rows.jsonl", *rows)
-    words = ("--model", model_folder, "--prompts", path, "--selector", "boundary@0.5", "--leave", 1, "--json")
-    code, out, _ = run("tune", *words)
-    found = json.loads(out)
-    assert code == 0
-    assert {"candidate", "kl", "low", "high", "charged", "ttft_ratio"} <= found["choice"].keys()
-    assert [one["candidate"] for one in found["points"]] == ["full reuse", "boundary@0.5"]
-    assert found["choice"]["candidate"] == "full reuse"
-    assert found["choice"]["n"] == 2
-
-
 def test_tune_keeps_its_choice_in_store_on_disk_and_says_what_recomputing_bought(tmp_path, run, model_folder):
     rows = [{**ROW, "id": str(number), "question": f"{number}?"} for number in range(2)]
     prompts = ("--prompts", jsonl(tmp_path / "rows.jsonl", *rows))

@@ -131,18 +131,6 @@ def test_relative_error_on_real_model_is_what_docstring_says(codec):
     assert max(errors) == pytest.approx(float(stated[1]) / 100, rel=0.15)
 
 
-@pytest.mark.parametrize(
-    ("codec", "dtype", "least", "most"),
-    [("int8", torch.bfloat16, 0.5, 0.6), ("int4", torch.bfloat16, 0.25, 1 / 3), ("bf16", torch.float32, 0.499, 0.501)],
-)
-def test_packed_bytes_are_stated_share(codec, dtype, least, most):
-    stored = model_chunk(dtype)
-    tables = sum(tensor.nbytes for pair in stored.tables for tensor in pair)
-    states = stored.nbytes - tables
-    packed = sum(map(len, PackedChunk(stored, codec).parts[3:])) - tables
-    assert least < packed / states < most
-
-
 def test_zeros_stay_zeros(chunk):
     zero = chunk(range(4)).map(torch.zeros_like)
     for codec in CODECS:
