@@ -19,16 +19,7 @@ DOCUMENTS = [
 ]
 QUESTION = "How slow is the clock of the house in whose garden the harbour master keeps bees?"
 THOUGHT = ("<think>", "</think>")
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "search",
-            "description": "Find documents.",
-            "parameters": {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]},
-        },
-    }
-]
+TOOLS = [{"type": "function", "function": {"name": "search", "description": "Find documents."}}]
 MARKS = """
 <|im_start|> <|im_end|> <|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|> <start_of_turn>
 <end_of_turn> <|system|> <|user|> <|end|> <|start_of_role|> <|end_of_role|> <|assistant|>

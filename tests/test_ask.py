@@ -23,7 +23,6 @@ from hf_blend.evaluation.answering import Turn, build_request
 from hf_blend.evaluation.asking import Chat
 from hf_blend.evaluation.bundled import handbook_questions, open_model
 from hf_blend.evaluation.retrieving import Piece, Retriever
-from hf_blend.loading.profile import Point, Profile
 from tests.chat_templates import CHATML, TEMPLATES
 
 SHORT = ("--max-new-tokens", "4")
@@ -77,21 +76,6 @@ def test_ask_loads_what_earlier_run_stored_and_answers_alike(again, store, first
         assert {"method", "question", "answer", "ttft_ms", "charged_budget", "sources"} <= row.keys()
         assert row["method"] == "blend"
         assert 0 < row["recomputed_tokens"] < row["reused_tokens"] < row["prompt_tokens"]
-
-
-def test_ask_with_controller_says_what_it_decided(store, first, monkeypatch, run):
-    points = []
-    for tokens in (512, 1536):
-        for ratio in (0.05, 0.5):
-            points.append(Point(tokens, ratio, tokens * ratio / 1e3))
-    rates = {"disk": 1.0}  # a byte a second
-    monkeypatch.setattr("hf_blend.loading.controller.profile_of", lambda *given: Profile({}, tuple(points), 1e3))
-    monkeypatch.setattr("hf_blend.loading.controller.tier_rates", lambda *given: rates)
-    row, *_ = ask(store, "--controller")["rows"]
-    assert row["advice"]["loaded_chunks"] == 0
-    rates["disk"] = 1e15
-    _, _, err = run("ask", "--controller", *SHORT, "--store", store)
-    assert re.search("Controller: recompute 12.0%, load [1-9]", err)
 
 
 def test_ask_compare_prints_answers_once_and_line_for_each_method(store, first, run, two_questions, monkeypatch):

@@ -29,8 +29,6 @@ KINDS = {  # models whose chunks are packed
 SHARED = {  # what a row holds is longer than a window of 16, and shorter than one of 128
     **KINDS,
     "gemma3_text of long windows": {**WINDOWS, "sliding_window": 128},
-    "qwen2": {},
-    "qwen3": {"head_dim": 16},
 }
 PREFIX = (1, *range(40, 40 + LEAST_SHARED))
 

@@ -143,15 +143,6 @@ def test_drawing_escapes_whatever_visitor_writes(tiny, store):
     assert drawing.marked(named).count("&lt;script&gt;") == 2
 
 
-def test_figure_is_document_that_fetches_nothing(bundled, store, query):
-    text = drawing.figure(bundled.model, bundled.tokenizer, store, documents_of(query.documents), "<b>Who?")
-    assert text.startswith("<!doctype html>")
-    assert "<h1>&lt;b&gt;Who?</h1>" in text
-    assert text.count('data-state="done"') == 3
-    assert 'class="hb-token hb-chosen"' in text
-    assert not re.search(r"<script|<link|src=|href=|url\(|@import", text)
-
-
 def test_visitors_admit_so_many_answers_minute():
     clock = iter([0.0, 1.0, 2.0, 59.0, 60.5])
     visitors = Visitors(Limits(answers_per_minute=2), now=clock.__next__)

@@ -71,7 +71,6 @@ def test_word_f1_by_hand(prediction, answer, f1):
         ("The aab", "ab", 4 / 5),
         ("Norway", "Norway", 1 / 2),  # counts as "no": n and o of norway
         (" No, both", "no", 1.0),  # this rule looks at the first word
-        (" \nabc", "abc", 0.0),  # a first line of one space
         ("a1", "a2", 1 / 2),  # BOS would make it 2/3, cutting a token 0
     ],
 )
@@ -84,7 +83,6 @@ def test_published_subword_f1_by_hand_its_faults_included(prediction, answer, f1
     [
         ("containment", "The answer is: Radio-City,\nin New York.", "the radiocity", 1),
         ("containment", "It was in New\n\nYork.", "New York", 1),
-        ("containment", "Radio in the city", "Radio City", 0),
         ("containment", "Norway", "No", 0),
         ("exact-match", "an  on-stage\tdeath!", "ONSTAGE death", 1),  # punctuation goes, nothing stands in its place
         ("exact-match", "Niksic", "Nikšić", 0),  # accents stay
@@ -102,7 +100,6 @@ def test_containment_and_exact_match_by_hand(name, prediction, answer, right):
         ("the cat sat on the mat", "the cat is on the mat", 5 / 6),
         ("cats running", "cat runs", 1.0),  # stems
         ("mat the on", "on the mat", 1 / 3),  # order counts
-        ("a b", "a b c d", 2 / 3),
     ],
 )
 def test_rouge_l_by_hand(prediction, answer, f_measure):
