@@ -35,6 +35,7 @@ from hf_blend import BlendCache, ChunkStore
 PASSAGES = 6
 WORDS = (40, 160)  # of a passage
 SEED = 11
+SHARES = (("right", 1, 0), ("of_full", 1, 2), ("kept", 3, 2))  # of what is counted, by columns
 BORN = re.compile(
     r"^(?:[^\n]*\n+)?\s*[A-Z][\w.'\u2019\-]+(?: [A-Z][\w.'\u2019\-]+){1,3},? "
     r"\([^()]*?born (?:[A-Z][a-z]+ \d{1,2}, |\d{1,2} [A-Z][a-z]+ |)(\d{4})\)"
@@ -149,33 +150,28 @@ def summarise(lines: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Give a row per method: the share of right answers, and that share of full prefill's, over the same prompts."""
     full = {line["id"]: line["answer"] == line["year"] for line in lines if line["method"] == "full"}
     for method in dict.fromkeys(line["method"] for line in lines):
-        own = [line for line in lines if line["method"] == method and line["id"] in full]
-        persons = sorted({line["person"] for line in own})
+        rows = [line for line in lines if line["method"] == method and line["id"] in full]
+        persons = sorted({line["person"] for line in rows})
         counts = np.zeros((len(persons), 4))  # prompts, right, right by full prefill, right by both
-        for line in own:
+        for line in rows:
             is_right = line["answer"] == line["year"]
-            counts[persons.index(line["person"])] += [1, is_right, full[line["id"]], is_right and full[line["id"]]]
+            full_is_right = full[line["id"]]
+            counts[persons.index(line["person"])] += [1, is_right, full_is_right, is_right and full_is_right]
         draws = np.random.default_rng(0).integers(len(persons), size=(4000, len(persons)))
         drawn = counts[draws].sum(1)
-        shares = {"right": (1, 0), "of_full": (1, 2), "kept": (3, 2)}
-        yield {
-            "method": method,
-            "n": len(own),
-            "persons": len(persons),
-            "charged": round(float(np.mean([line["charged"] for line in own])), 4),
-            **{
-                name + suffix: round(float(value), 4)
-                for name, (above, below) in shares.items()
-                for suffix, value in zip(
-                    ("", "_low", "_high"),
-                    (
-                        counts[:, above].sum() / counts[:, below].sum(),
-                        *np.quantile(drawn[:, above] / drawn[:, below], (0.025, 0.975)),
-                    ),
-                    strict=True,
-                )
-            },
-        }
+
+        summary: dict[str, Any] = {"method": method, "n": len(rows), "persons": len(persons)}
+        summary["charged"] = _rounded(np.mean([line["charged"] for line in rows]))
+        for name, above, below in SHARES:
+            summary[name] = _rounded(counts[:, above].sum() / counts[:, below].sum())
+            low, high = np.quantile(drawn[:, above] / drawn[:, below], (0.025, 0.975))
+            summary[f"{name}_low"] = _rounded(low)
+            summary[f"{name}_high"] = _rounded(high)
+        yield summary
+
+
+def _rounded(value: Any) -> float:
+    return round(float(value), 4)
 
 
 def main() -> None:

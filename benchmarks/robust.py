@@ -27,6 +27,7 @@ import random
 import re
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,11 +84,19 @@ def passages(row: dict[str, Any], count: int) -> list[str]:
     """Choose the passages of a prompt, of which one holds the answer, in the order of the data."""
     texts = list(dict.fromkeys(row["chunks"]))
     words = [_words(text) for text in texts]
-    rarity = {word: sum(word in own for own in words) for own in words for word in own}
+    texts_with = Counter(word for found in words for word in found)
     asked = _words(row["question"])
-    order = sorted(range(len(texts)), key=lambda index: -sum(1 / rarity[word] for word in asked & words[index]))
+
+    def shared(index: int) -> float:
+        return sum(1 / texts_with[word] for word in asked & words[index])
+
+    order = sorted(range(len(texts)), key=shared, reverse=True)
     chosen = order[:count]
-    holding = [index for index in order if any(answer.lower() in texts[index].lower() for answer in row["answers"])]
+    holding = []
+    for index in order:
+        text = texts[index].lower()
+        if any(answer.lower() in text for answer in row["answers"]):
+            holding.append(index)
     if holding and not set(holding) & set(chosen):
         chosen[-1] = holding[0]
     return [texts[index] for index in sorted(chosen)]
@@ -97,7 +106,8 @@ def prompts(path: Path, bench: Bench, count: int) -> list[dict[str, Any]]:
     """Read rows `id, chunks, question, answers` in the order that the seed gives, of a length that is measured."""
     rows = [json.loads(line) for line in path.read_text("utf-8").split("\n") if line]
     random.Random(SEED).shuffle(rows)
-    (low, high), fitting = TOKENS[count], []
+    low, high = TOKENS[count]
+    fitting = []
     for row in rows:
         texts = passages(row, count)
         tokens = sum(len(bench.tokenizer(text).input_ids) for text in texts)
@@ -174,11 +184,11 @@ def run(arguments: argparse.Namespace) -> None:
     bench._stores.clear()
     with path.open("a", encoding="utf-8") as file:
         for row in rows:
-            open_methods = {
-                method: ratio
-                for method in methods
-                if (ratio := ratios[method.text]) is not None and (row["id"], method.text) not in done
-            }
+            open_methods = {}
+            for method in methods:
+                ratio = ratios[method.text]
+                if ratio is not None and (row["id"], method.text) not in done:
+                    open_methods[method] = ratio
             for line in measured(bench, row, open_methods):
                 file.write(json.dumps({"id": row["id"], "dtype": str(bench.model.dtype)[6:], **line}) + "\n")
             file.flush()
@@ -252,29 +262,34 @@ def summarise(lines: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     most = len(by_method.get(UNIT, ()))
     if most < FEWEST:
         return
-    by_method = {name: own for name, own in by_method.items() if len(own) >= COMPLETE * most}  # a stopped run's others
-    ids = [name for name in by_method[UNIT] if all(name in own for own in by_method.values())]
-    unit = [by_method[UNIT][name] for name in ids]
+    # Leave out methods of a stopped run, and prompts that not all others were measured on
+    by_method = {name: found for name, found in by_method.items() if len(found) >= COMPLETE * most}
+    ids = set(by_method[UNIT]).intersection(*by_method.values())
+    kept = {}
     for method, lines_by_id in by_method.items():
-        own = [lines_by_id[name] for name in ids]
+        kept[method] = [lines_by_id[name] for name in by_method[UNIT] if name in ids]
+
+    for method, rows in kept.items():
         rule, _, charge = method.rpartition("=")
-        default = by_method.get(DEFAULT, {})
-        same_charge = by_method.get(f"random@text={charge}")
         yield {
             "method": rule,
             "target": float(charge),
-            "ratio": round(statistics.fmean(line["ratio"] for line in own), 4),
-            "charged": round(statistics.fmean(line["charged"] for line in own), 4),
-            **_shares(own, unit),
-            "of_random": same_charge and _of(own, [same_charge[name] for name in ids]),
-            "of_default": (default or None) and _of(own, [default[name] for name in ids]),
-            "same_answer": round(statistics.fmean(line["same"] for line in own), 4),
-            "score": round(statistics.fmean(line["score"] for line in own), 4),
-            "full_score": round(statistics.fmean(line["full_score"] for line in own), 4),
-            "ttft_x": round(statistics.median(line["full_ms"] / line["ms"] for line in own), 2),
-            "tokens": round(statistics.fmean(line["tokens"] for line in own)),
+            "ratio": _mean(rows, "ratio"),
+            "charged": _mean(rows, "charged"),
+            **_shares(rows, kept[UNIT]),
+            "of_random": _of(rows, kept.get(f"random@text={charge}")),
+            "of_default": _of(rows, kept.get(DEFAULT)),
+            "same_answer": _mean(rows, "same"),
+            "score": _mean(rows, "score"),
+            "full_score": _mean(rows, "full_score"),
+            "ttft_x": round(statistics.median(line["full_ms"] / line["ms"] for line in rows), 2),
+            "tokens": round(_mean(rows, "tokens")),
             "n": len(ids),
         }
+
+
+def _mean(lines: Sequence[dict[str, Any]], name: str) -> float:
+    return round(statistics.fmean(line[name] for line in lines), 4)
 
 
 def _shares(own: Sequence[dict[str, Any]], unit: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -292,12 +307,15 @@ def _shares(own: Sequence[dict[str, Any]], unit: Sequence[dict[str, Any]]) -> di
     }
 
 
-def _of(own: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> list[float]:
+def _of(own: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]] | None) -> list[float] | None:
     """The error as a share of another method's, the ends of its interval, and on what share of prompts it is less."""
+    if others is None:
+        return None
     kl = [line["kl"] for line in own]
     other = [line["kl"] for line in others]
+    low, high = share_interval(kl, other)
     better = statistics.fmean(mine < theirs for mine, theirs in zip(kl, other, strict=True))
-    return [round(value, 4) for value in (sum(kl) / sum(other), *share_interval(kl, other), better)]
+    return [round(value, 4) for value in (sum(kl) / sum(other), low, high, better)]
 
 
 @dataclass(frozen=True)
@@ -330,17 +348,19 @@ def recommended(rows: Sequence[Row]) -> dict[str, Recommendation]:
             if row["model"] == model and row["method"].endswith("@text"):
                 ways.setdefault((row["method"], row["target"]), []).append(row)
         most = max(map(len, ways.values()))
-        shares = {
-            way: statistics.fmean(line["kl"] for line in lines) for way, lines in ways.items() if len(lines) == most
-        }
-        rule, target = best = min(shares, key=lambda way: shares[way])
+        left = {}
+        for way, lines in ways.items():
+            if len(lines) == most:
+                left[way] = statistics.fmean(line["kl"] for line in lines)
+        best = min(left, key=lambda way: left[way])
+        rule, target = best
         recommendations[model] = Recommendation(
-            rule.removesuffix("@text"),
-            target,
-            round(statistics.fmean(line["ratio"] for line in ways[best]), 2),
-            shares[best],
-            shares[f"{BlendConfig.selector}@text", CHARGES[-1]],
-            all(line["of_default"][2] < 1 for line in ways[best]),
+            rule=rule.removesuffix("@text"),
+            target=target,
+            ratio=round(statistics.fmean(line["ratio"] for line in ways[best]), 2),
+            left=left[best],
+            default_left=left[f"{BlendConfig.selector}@text", CHARGES[-1]],
+            is_told=all(line["of_default"][2] < 1 for line in ways[best]),
         )
     return recommendations
 
