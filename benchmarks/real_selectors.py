@@ -48,6 +48,7 @@ from hf_blend.model.context import default_prefix
 RESULTS = Path(__file__).parent / "results"
 SYSTEM = "Answer the question from the documents. Reply with the answer only, in a few words."
 PLAIN = "Answer the question based on the passages.\n\n{}\n\nQuestion: {}\nShort answer:"
+DIALOGUE = "Dialogue: {}\nSummary: "
 TEXT = "text"  # what the library computes chunks behind; without a context they are behind BOS alone
 ANSWER_TOKENS = 10  # over which the divergence is the mean
 TRIED_RATIOS = (0.03, 0.2)
@@ -82,19 +83,15 @@ def read_prompts(path: Path, task: Task = Task(), seed: int = 7) -> list[dict[st
 
 def behind_examples(rows: Sequence[dict[str, Any]], path: Path, task: Task) -> list[dict[str, Any]]:
     """Put examples of a file before rows whose one chunk is a dialogue to summarise."""
-    dialogue = "Dialogue: {}\nSummary: ".format
-    examples = [
-        f"{dialogue(row['chunks'][0])}{row['answers'][0]}\n"
-        for row in map(json.loads, path.read_text("utf-8").splitlines())
-    ]
-    return [
-        {
-            **row,
-            "chunks": random.Random(row["id"]).sample(examples, task.passages),
-            "question": dialogue(row["chunks"][0]),
-        }
-        for row in rows
-    ]
+    examples = []
+    for line in path.read_text("utf-8").splitlines():
+        row = json.loads(line)
+        examples.append(f"{DIALOGUE.format(row['chunks'][0])}{row['answers'][0]}\n")
+    prompts = []
+    for row in rows:
+        chunks = random.Random(row["id"]).sample(examples, task.passages)
+        prompts.append({**row, "chunks": chunks, "question": DIALOGUE.format(row["chunks"][0])})
+    return prompts
 
 
 class Method:
@@ -110,8 +107,10 @@ class Method:
         self.charge = float(charge)
         body, _, self.context = body.partition("@")
         self.selector, *options = re.split(":(?=[a-z_]+=)", body)
-        self.options = {name: _value(value) for name, value in (option.split("=") for option in options)}
-        self.name = text.rpartition("=")[0]
+        self.options = {}
+        for option in options:
+            name, value = option.split("=")
+            self.options[name] = _value(value)
 
     def settings(self, ratio: float) -> dict[str, Any]:
         """Return what `BlendCache` takes."""
@@ -242,12 +241,12 @@ class Bench:
         """Find the ratio at which a method is charged what it should be; None where even a small one is dearer."""
         if method.charge == 0:
             return 0.0
-        found = [
-            statistics.fmean(self._charge(row, method, method.settings(ratio)) for row in rows)
-            for ratio in TRIED_RATIOS
-        ]
-        slope = (found[1] - found[0]) / (TRIED_RATIOS[1] - TRIED_RATIOS[0])
-        ratio = TRIED_RATIOS[0] + (method.charge - found[0]) / slope
+        charges = []
+        for ratio in TRIED_RATIOS:
+            charges.append(statistics.fmean(self._charge(row, method, method.settings(ratio)) for row in rows))
+        low, high = TRIED_RATIOS
+        slope = (charges[1] - charges[0]) / (high - low)
+        ratio = low + (method.charge - charges[0]) / slope
         return round(ratio, 4) if 0.005 <= ratio <= 1 else None
 
     def _charge(self, row: dict[str, Any], method: Method, settings: dict[str, Any]) -> float:
@@ -271,14 +270,24 @@ def run(asked: argparse.Namespace) -> None:
     fitting = (row for row in prompts if is_fitting(bench, row))
     apart = list(itertools.islice(fitting, 2))
     rows = list(itertools.islice(fitting, asked.limit))
-    methods = [Method(text) for text in asked.methods]
-    methods = [method for method in methods if any((row["id"], method.text) not in done for row in rows[asked.skip :])]
-    found = {line["method"]: line["ratio"] for line in lines}
-    ratios = {one.text: found[one.text] if one.text in found else bench.ratio(one, apart) for one in methods}
+
+    # Find the ratio of each method that has something left to measure
+    methods = []
+    ratios: dict[str, float | None] = {line["method"]: line["ratio"] for line in lines}
+    for text in asked.methods:
+        method = Method(text)
+        if all((row["id"], text) in done for row in rows[asked.skip :]):
+            continue
+        if text not in ratios:
+            ratios[text] = bench.ratio(method, apart)
+        if ratios[text] is not None:
+            methods.append(method)
     print(ratios, flush=True)
+
+    # Measure
     with path.open("a", encoding="utf-8") as file:
         for number, row in enumerate(rows[asked.skip :], asked.skip):
-            open_methods = [m for m in methods if (row["id"], m.text) not in done and ratios[m.text] is not None]
+            open_methods = [method for method in methods if (row["id"], method.text) not in done]
             for line in measured(bench, row, open_methods, ratios):
                 half = "choose" if number % 2 == 0 and number < CHOSEN_ON else "report"
                 file.write(json.dumps({"id": row["id"], "half": half, **line}) + "\n")
@@ -378,35 +387,49 @@ def summarise(lines: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         found[line["method"]][line["id"]] = line
     reuse = found.get("none=0", {})
     for text, own in found.items():
-        ids = [name for name in own if name in reuse]
-        if not ids:
+        rows = [line for name, line in own.items() if name in reuse]
+        if not rows:
             continue
-        shares = {}
-        for key, suffix in (("kl", ""), ("kl_first", "_first")):
-            pairs = np.array([(own[name][key], reuse[name][key]) for name in ids])
-            draws = np.random.default_rng(0).integers(len(ids), size=(4000, len(ids)))
-            drawn = pairs[draws].sum(1)
-            low, high = np.quantile(drawn[:, 0] / drawn[:, 1], (0.025, 0.975))
-            shares |= {key: pairs[:, 0].sum() / pairs[:, 1].sum(), f"low{suffix}": low, f"high{suffix}": high}
-            shares[f"median{suffix}"] = float(np.median(pairs[:, 0]))
-        speedups = np.array([own[name]["full_ms"] / own[name]["ms"] for name in ids])
-        drawn = np.median(speedups[np.random.default_rng(1).integers(len(ids), size=(4000, len(ids)))], 1)
+        selector, _, target = text.rpartition("=")
+        unit = [reuse[line["id"]] for line in rows]
+        draws = np.random.default_rng(1).integers(len(rows), size=(4000, len(rows)))
+        speedups = np.array([line["full_ms"] / line["ms"] for line in rows])
+        low, high = np.quantile(np.median(speedups[draws], 1), (0.025, 0.975))
         yield {
-            "selector": text.rpartition("=")[0],
-            "target": float(text.rpartition("=")[2]),
-            "ratio": statistics.fmean(own[name]["ratio"] for name in ids),
-            "charged": round(statistics.fmean(own[name]["charged"] for name in ids), 4),
-            "n": len(ids),
-            **{name: round(float(value), 4) for name, value in shares.items()},
-            "kl_nats": round(statistics.fmean(own[name]["kl"] for name in ids), 4),
-            "kl_first_nats": round(statistics.fmean(own[name]["kl_first"] for name in ids), 4),
-            **_answers([own[name] for name in ids]),
-            "same": round(sum(own[name]["same"] for name in ids) / sum(own[name]["of"] for name in ids), 4),
-            "ttft_ms": round(statistics.median(own[name]["ms"] for name in ids), 1),
+            "selector": selector,
+            "target": float(target),
+            "ratio": statistics.fmean(line["ratio"] for line in rows),
+            "charged": _mean(rows, "charged"),
+            "n": len(rows),
+            **_shares(rows, unit, "kl", ""),
+            **_shares(rows, unit, "kl_first", "_first"),
+            "kl_nats": _mean(rows, "kl"),
+            "kl_first_nats": _mean(rows, "kl_first"),
+            **_answers(rows),
+            "same": round(sum(line["same"] for line in rows) / sum(line["of"] for line in rows), 4),
+            "ttft_ms": round(statistics.median(line["ms"] for line in rows), 1),
             "speedup": round(float(np.median(speedups)), 2),
-            "speedup_low": round(float(np.quantile(drawn, 0.025)), 2),
-            "speedup_high": round(float(np.quantile(drawn, 0.975)), 2),
+            "speedup_low": round(float(low), 2),
+            "speedup_high": round(float(high), 2),
         }
+
+
+def _mean(rows: Sequence[dict[str, Any]], name: str) -> float:
+    return round(statistics.fmean(row[name] for row in rows), 4)
+
+
+def _shares(rows: Sequence[dict[str, Any]], unit: Sequence[dict[str, Any]], key: str, suffix: str) -> dict[str, float]:
+    """The error of a method as a share of the unit's, its interval, and its median in nats."""
+    pairs = np.array([(row[key], whole[key]) for row, whole in zip(rows, unit, strict=True)])
+    draws = np.random.default_rng(0).integers(len(rows), size=(4000, len(rows)))
+    drawn = pairs[draws].sum(1)
+    low, high = np.quantile(drawn[:, 0] / drawn[:, 1], (0.025, 0.975))
+    return {
+        key: round(float(pairs[:, 0].sum() / pairs[:, 1].sum()), 4),
+        f"low{suffix}": round(float(low), 4),
+        f"high{suffix}": round(float(high), 4),
+        f"median{suffix}": round(float(np.median(pairs[:, 0])), 4),
+    }
 
 
 def _answers(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
