@@ -3,8 +3,7 @@
 """A paper's figures on one's own model: each figure is a few runs of `trial`, in a folder that resumes where it was.
 
 What the figures of CacheBlend vary are methods, ratios, the check layer, the length and number of chunks, the batch
-and the rate of the storage. Its request rates are in
-`python benchmarks/bench.py serve`, which measures times: weights do not matter for them.
+and the rate of the storage. Its request rates are left out.
 
 Source: CacheBlend (arXiv 2405.16444), figures 6, 12, 13, 15, 16, 17.
 """
@@ -34,6 +33,7 @@ BLEND = "kv-deviation"
 CUT = 256  # tokens of a chunk where their number varies; how many chunks where nothing else is said
 CHUNKS = 8
 Progress = Callable[[str, Iterator[Any], int], Any]
+Trial = tuple[str, EvalConfig]  # what is varied, and the run
 
 
 @dataclass(frozen=True)
@@ -53,49 +53,69 @@ class Figure:
 
     name: str
     title: str
-    trials: tuple[tuple[str, EvalConfig], ...]
+    trials: tuple[Trial, ...]
 
 
 def cacheblend(base: EvalConfig, is_small: bool = False) -> list[Figure]:
-    """The figures of CacheBlend."""
+    """The figures of CacheBlend; with `is_small` the first and last value of each alone."""
 
     def few(values: Sequence[Any]) -> Sequence[Any]:
         return (values[0], values[-1]) if is_small else values
 
-    blends = [f"{BLEND}@{ratio}" for ratio in few((0.05, 0.15, 0.3))]
-    ratios = tuple(f"{BLEND}@{ratio}" for ratio in few((0.0, 0.02, 0.05, 0.1, 0.15, 0.3, 0.5, 1.0)))
-    layers = tuple(f"{BLEND}:check_layers={layer}@0.15" for layer in few((1, 2, 3)))
-    first = replace(base, tasks=base.tasks[:1], data=tuple(pair for pair in base.data if pair[0] == base.tasks[0]))
+    # What figures vary beside what they compare, on the first task
+    task = base.tasks[0]
+    first = replace(base, tasks=(task,), data=tuple(pair for pair in base.data if pair[0] == task))
     compared = replace(first, methods=("full-reuse", f"{BLEND}@0.15"))
-    return [
-        Figure("methods", "Quality and time to the first token of every method (figures 12, 13)",
-               (("", replace(base, methods=(*BASELINES, *blends))),)),
-        Figure("ratio", "Recompute ratio (figures 6, 16)", (("", replace(first, methods=("full-reuse", *ratios))),)),
-        Figure("check-layer", "The layer at which tokens are chosen", (("", replace(first, methods=layers)),)),
-        Figure("chunk-tokens", "Length of a chunk (figure 15)",
-               tuple((f"{size} tokens", replace(compared, chunk_tokens=size)) for size in few((128, 256, 512)))),
-        Figure("chunks", "Number of chunks (figure 15)",
-               tuple((f"{count} chunks", replace(compared, chunk_tokens=CUT, most_chunks=count))
-                     for count in few((2, 4, CHUNKS, 16)))),
-        Figure("batch", "Prompts answered together: the time is that of the batch (figure 15)",
-               tuple((f"batch of {size}", replace(compared, batch=size))
-                     for size in few((1, 2, 4)))),
-        Figure("storage", "Rate of the storage that chunks are read from (figure 17)",
-               tuple((f"{rate} GB/s", ReadAtRate(**vars(compared), read_gb_s=rate)) for rate in few((0.5, 1.0, 4.0)))),
-    ]  # fmt: skip
+
+    methods = (*BASELINES, *(f"{BLEND}@{ratio}" for ratio in few((0.05, 0.15, 0.3))))
+    title = "Quality and time to the first token of every method (figures 12, 13)"
+    figures = [Figure("methods", title, (("", replace(base, methods=methods)),))]
+
+    methods = ("full-reuse", *(f"{BLEND}@{ratio}" for ratio in few((0.0, 0.02, 0.05, 0.1, 0.15, 0.3, 0.5, 1.0))))
+    figures.append(Figure("ratio", "Recompute ratio (figures 6, 16)", (("", replace(first, methods=methods)),)))
+
+    methods = tuple(f"{BLEND}:check_layers={layer}@0.15" for layer in few((1, 2, 3)))
+    title = "The layer at which tokens are chosen"
+    figures.append(Figure("check-layer", title, (("", replace(first, methods=methods)),)))
+
+    trials: list[Trial] = []
+    for size in few((128, 256, 512)):
+        trials.append((f"{size} tokens", replace(compared, chunk_tokens=size)))
+    figures.append(Figure("chunk-tokens", "Length of a chunk (figure 15)", tuple(trials)))
+
+    trials = []
+    for count in few((2, 4, CHUNKS, 16)):
+        trials.append((f"{count} chunks", replace(compared, chunk_tokens=CUT, most_chunks=count)))
+    figures.append(Figure("chunks", "Number of chunks (figure 15)", tuple(trials)))
+
+    trials = []
+    for size in few((1, 2, 4)):
+        trials.append((f"batch of {size}", replace(compared, batch=size)))
+    title = "Prompts answered together: the time is that of the batch (figure 15)"
+    figures.append(Figure("batch", title, tuple(trials)))
+
+    trials = []
+    for rate in few((0.5, 1.0, 4.0)):
+        trials.append((f"{rate} GB/s", ReadAtRate(**vars(compared), read_gb_s=rate)))
+    title = "Rate of the storage that chunks are read from (figure 17)"
+    figures.append(Figure("storage", title, tuple(trials)))
+    return figures
 
 
 def data_files(folder: Path, tasks: Sequence[str]) -> tuple[tuple[str, str], ...]:
     """The file of each task in a folder: a JSONL file whose name has the task's in it, the paper's own first."""
     files = sorted(folder.rglob("*.jsonl"), key=lambda path: ("cacheblend" not in path.name, str(path)))
-    plain = {path: path.name.replace("_", "-").lower() for path in files}
-    found = [(task, next((str(path) for path in files if task in plain[path]), "")) for task in tasks]
-    if not any(path for _, path in found):
+    found = []
+    for task in tasks:
+        matching = [path for path in files if task in path.name.replace("_", "-").lower()]
+        if matching:
+            found.append((task, str(matching[0])))
+    if not found:
         raise ConfigError(
             f"{str(folder)!r} has no JSONL file for any of {', '.join(tasks)}. Name files after tasks, such as "
             "musique.jsonl; each line has id, chunks, question and answers."
         )
-    return tuple((task, path) for task, path in found if path)
+    return tuple(found)
 
 
 def _cacheblend(
