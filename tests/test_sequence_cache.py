@@ -102,7 +102,9 @@ def test_copy_that_changes_leaves_its_source_alone():
     cache.use(0)
     cache.crop(-4)
     check_forward(cache, prompt(5, 2))
-    expected = [*prompt(24)[0, :4].tolist(), *prompt(24)[0, 9:].tolist(), *prompt(3, 1)[0].tolist()]
+    expected = prompt(24)[0].tolist()
+    del expected[4:9]
+    expected += prompt(3, 1)[0].tolist()
     assert cache.tokens(1) == expected
     assert cache.positions(1) == list(range(22))
 
@@ -197,14 +199,15 @@ def test_shift_drops_half_and_goes_on_as_cache_moved_by_hand():
 @pytest.mark.parametrize("new_tokens", [96, pytest.param(640, marks=pytest.mark.slow)])
 def test_generation_past_window_takes_bounded_memory(new_tokens):
     cache = ShiftCache(LLAMA, window_tokens=32, keep_tokens=4)
-    output = LLAMA.generate(
-        prompt(10), past_key_values=cache, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=True
-    )
+    ways = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": True}
+    ids = prompt(10)
+    output = LLAMA.generate(ids, past_key_values=cache, **ways)
     assert cache.get_seq_length() <= 32
     assert cache.shifts >= new_tokens // 16
     assert cache.nbytes <= 1.5 * filled(LLAMA, 32).nbytes  # K twice: as computed, and as it stands
-    assert cache.tokens()[:4] == prompt(10)[0, :4].tolist()
-    assert cache.tokens()[4:] == output[0, -len(cache.tokens()) + 3 : -1].tolist()
+    tokens = cache.tokens()
+    assert tokens[:4] == ids[0, :4].tolist()
+    assert tokens[4:] == output[0, 3 - len(tokens) : -1].tolist()
 
 
 def test_prompt_longer_than_window_is_read_in_parts():

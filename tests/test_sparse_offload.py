@@ -82,7 +82,8 @@ def test_away_blocks_read_again_what_changed_below_tail(tmp_path):
     blocks = AwayBlocks(layer, config, plugins.load("sparse.methods", "gsa")({}), SparseMetrics())
 
     def step(tokens, selection):
-        layer.update(torch.randn(2, 2, tokens, 4), torch.randn(2, 2, tokens, 4))
+        keys, values = torch.randn(2, 2, 2, tokens, 4)
+        layer.update(keys, values)
         blocks.begin()
         got = blocks.attended(selection)
         blocks.settle()
@@ -92,12 +93,14 @@ def test_away_blocks_read_again_what_changed_below_tail(tmp_path):
             for row in range(2):
                 assert torch.equal(states[row], expected[row][:, columns[row]])
 
-    step(100, Selection(((0, 4, 11), (1, 4, 10)), 96))
-    step(1, Selection(((0, 4, 11), (1, 4, 10)), 96))
+    selection = Selection(((0, 4, 11), (1, 4, 10)), 96)
+    step(100, selection)
+    step(1, selection)
     layer.crop(-40)
-    step(50, Selection(((0, 4, 11), (4, 8, 10)), 104))
+    selection = Selection(((0, 4, 11), (4, 8, 10)), 104)
+    step(50, selection)
     layer.batch_select_indices(torch.tensor([1, 0]))
-    step(1, Selection(((0, 4, 11), (4, 8, 10)), 104))
+    step(1, selection)
     blocks.close()
     tensors = [states for states in vars(blocks).values() if isinstance(states, torch.Tensor | tuple)]
     assert tensors == [], "nothing of a session stays on the device"
@@ -108,7 +111,9 @@ class LiveThere:
 
     def __init__(self, model, cache):
         gc.collect()
-        self.cache, self.before, self.peak = cache, self.bytes(), 0
+        self.cache = cache
+        self.before = self.bytes()
+        self.peak = 0
         some = [model.model.layers[2], model.model.layers[5]]
         self.handles = [layer.self_attn.o_proj.register_forward_pre_hook(observer(self.look)) for layer in some]
 

@@ -26,7 +26,7 @@ from hf_blend.store.stream import LazyLayers
 from hf_blend.store.tiers.base import BytesSource
 from hf_blend.store.tiers.memory import MemoryTier
 from tests.faults.damage import damaged
-from tests.forging import CHUNK, forged, taken_apart
+from tests.forging import CHUNK, compact, forged, taken_apart
 
 FAST = 25
 SLOW = int(os.environ.get("HF_BLEND_FUZZ_CASES", "100000"))
@@ -95,7 +95,9 @@ class Planted:
     """A store of one tier in memory; what lies there is whatever a test puts there."""
 
     def __init__(self, chunk):
-        self.chunk, self.tier, self.turn = chunk, MemoryTier(), 0
+        self.chunk = chunk
+        self.tier = MemoryTier()
+        self.turn = 0
         self.store = ChunkStore(None, [self.tier])
         self.name = self.store.name(chunk.key.digest)
 
@@ -107,10 +109,10 @@ class Planted:
             lambda: store.get(self.chunk.key, layout=self.chunk.layout),
             lambda: store.get(self.chunk.key),
             lambda: store.stream(self.chunk.key, layout=self.chunk.layout),
-            lambda: [None for _ in store.check()],
-            lambda: [None for _ in store.entries()],
+            lambda: list(store.check()),
+            lambda: list(store.entries()),
             lambda: store.find(self.chunk.key.fingerprint, (1,), [5, 6, 7]),
-            lambda: [None for _ in store.check(repair=True)],
+            lambda: list(store.check(repair=True)),
             lambda: store.collect(1 << 40),
             lambda: store.put(self.chunk),
         )
@@ -122,8 +124,8 @@ class Planted:
                 if isinstance(layers, LazyLayers):
                     layers.recompute = lambda: self.chunk
                     layers = [layers.load(index) for index in range(len(layers))]
-                for states in [states for pair in layers for states in pair]:
-                    assert states.shape[1] == self.chunk.tokens
+                for keys, values in layers:
+                    assert keys.shape[1] == values.shape[1] == self.chunk.tokens
 
 
 @pytest.fixture(scope="module")
@@ -157,9 +159,11 @@ def test_entries_of_drawn_tensors(planted, forge, cases):
                 tensors.insert(place, (f"{name}.scale", dtype, [2, *shape], data))
             elif len(tensors) > 1:
                 del tensors[place]
-        given_table = {} if layer_table is None else {"layer_table": json.dumps(layer_table, separators=(",", ":"))}
+        changes = {"codec": codec}
+        if layer_table is not None:
+            changes["layer_table"] = compact(layer_table)
         rows = forge.padded(tensors)
-        planted.survives(forge(planted.chunk, rows, codec=codec, **given_table))
+        planted.survives(forge(planted.chunk, rows, **changes))
 
     kinds = st.sampled_from("values values type shape more less".split())
     dtypes = st.sampled_from("F32 BF16 F16 I32 I64 I8 F64 U8 F8_E4M3 F8_E5M2 F31".split())

@@ -203,14 +203,17 @@ def test_url_that_cannot_be_read_is_refused_without_showing_it(url):
 
 
 def test_store_finds_what_others_put_on_server_part_at_time(served_tier, chunk, monkeypatch):
-    tier, chunks = served_tier("redis"), [chunk((7, number)) for number in range(4)]
+    tier = served_tier("redis")
+    chunks = [chunk((7, number)) for number in range(4)]
     for one in chunks:
         ChunkStore(None, [tier]).put(one)
     reader = ChunkStore(None, [plugins.load("store.tiers", "redis")(url_of(tier))])
     monkeypatch.setattr(store_module, "_LEARN_S", -1.0)
-    assert reader.find(chunks[0].key.fingerprint, chunks[0].key.chunk_prefix_ids, (7, 2)) == []
+    key = chunks[2].key
+    asked = (key.fingerprint, key.chunk_prefix_ids, (7, 2))
+    assert reader.find(*asked) == []
     monkeypatch.setattr(store_module, "_LEARN_S", 60.0)
-    assert reader.find(chunks[0].key.fingerprint, chunks[0].key.chunk_prefix_ids, (7, 2)) == [(0, chunks[2].key, 0, 2)]
+    assert reader.find(*asked) == [(0, key, 0, 2)]
     assert len(reader) == 4
 
 
