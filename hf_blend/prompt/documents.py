@@ -53,20 +53,27 @@ def forms_of(
 ) -> list[str]:
     """Return the texts that a document may be in a prompt: behind its title if it has one, and alone."""
     text = _text(document, name, expected)
-    title = document.get("title") if isinstance(document, Mapping) else None
+    title = None
+    if isinstance(document, Mapping):
+        title = document.get("title")
     if not isinstance(title, str | None):
         raise PromptError(f"{name} has the title {title!r:.60}, expected a text there. Leave it out.")
-    if text.strip():
-        return [f"{title}{TITLE_END}{text}", text] if title and title.strip() else [text]
-    if not may_be_empty:
+    is_empty = not text.strip()
+    if is_empty and not may_be_empty:
         raise PromptError(f"{name} is {document!r:.60} and has no text. Leave empty documents out.")
-    return [text]
+    if is_empty or not title or not title.strip():
+        return [text]
+    return [f"{title}{TITLE_END}{text}", text]
 
 
 def texts_of(documents: Any, contents: Sequence[str] = ()) -> list[str]:
     """Return the text of each document, without its title where one of the contents has it so; no empty ones."""
-    forms = [forms_of(document, f"document {number}") for number, document in enumerate(list_documents(documents))]
-    return [next((text for text in row if not absent([text], contents)), row[0]) for row in forms]
+    texts = []
+    for number, document in enumerate(list_documents(documents)):
+        forms = forms_of(document, f"document {number}")
+        there = [text for text in forms if not absent([text], contents)]
+        texts.append(there[0] if there else forms[0])
+    return texts
 
 
 def leave_out_empty(documents: Any, least: int = 1) -> tuple[list[Any], str]:
@@ -75,16 +82,24 @@ def leave_out_empty(documents: Any, least: int = 1) -> tuple[list[Any], str]:
     A retriever may return an empty page. Fewer than `least` documents that are not empty are refused.
     """
     listed = list_documents(documents)
-    texts = [text_of(document, f"document {number}", may_be_empty=True) for number, document in enumerate(listed)]
-    empty = [number for number, text in enumerate(texts) if not text.strip()]
+    filled = []
+    empty = []
+    for number, document in enumerate(listed):
+        text = text_of(document, f"document {number}", may_be_empty=True)
+        if text.strip():
+            filled.append(document)
+        else:
+            empty.append(str(number))
     if not empty:
         return listed, ""
-    if len(listed) - len(empty) < least:
+    if len(filled) < least:
         raise PromptError(f"each of {len(listed)} documents has no text, as {listed[0]!r:.60}. Leave them out.")
-    named = ", ".join(map(str, empty[:MOST_NAMED])) + (", …" if len(empty) > MOST_NAMED else "")
+    named = ", ".join(empty[:MOST_NAMED])
+    if len(empty) > MOST_NAMED:
+        named += ", …"
     notice = f"{len(empty)} of {len(listed)} documents are empty and left out: {named}, counted from 0."
     logger.warning(notice)
-    return [document for document, text in zip(listed, texts, strict=True) if text.strip()], notice
+    return filled, notice
 
 
 def for_template(document: Any) -> Mapping[str, Any]:
@@ -110,14 +125,17 @@ def _text(document: Any, name: str, expected: str) -> str:
     fields = _fields(document)
     if fields is None:
         raise PromptError(f"{name} is {document!r:.60}, expected {expected}. Leave it out.")
-    field = next((field for field in FIELDS if fields.get(field) is not None), None)
-    if field is None and not any(field in fields for field in FIELDS):
+    there = [field for field in FIELDS if field in fields]
+    if not there:
         names = ", ".join(map(repr, fields))[:60] or "none"
         raise PromptError(f"{name} has no text: its fields are {names}, expected {expected}. Leave it out.")
-    text = "" if field is None else fields[field]
-    if not isinstance(text, str):
-        raise PromptError(f"{name} has the {field} {text!r:.60}, expected a text there. Leave it out.")
-    return text
+    for field in there:
+        text = fields[field]
+        if isinstance(text, str):
+            return text
+        if text is not None:
+            raise PromptError(f"{name} has the {field} {text!r:.60}, expected a text there. Leave it out.")
+    return ""
 
 
 def _fields(document: Any) -> Mapping[str, Any] | None:

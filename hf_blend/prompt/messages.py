@@ -23,10 +23,18 @@ def build_messages(
     """Render messages and find the documents in the text; documents that are no texts are passed to the template."""
     _check(tokenizer, messages, template)
     listed = list_documents(documents)
-    texts = [forms_of(document, f"document {number}")[-1] for number, document in enumerate(listed)]
-    dicts = [doc if isinstance(doc, Mapping) else for_template(doc) for doc in listed if not isinstance(doc, str)]
+    texts = []
+    dicts = []
+    for number, document in enumerate(listed):
+        texts.append(forms_of(document, f"document {number}")[-1])
+        if isinstance(document, Mapping):
+            dicts.append(document)
+        elif not isinstance(document, str):
+            dicts.append(for_template(document))
     arguments = {"add_generation_prompt": not template.get("continue_final_message", False), **template}
-    text = render(tokenizer, messages, **arguments, **({"documents": dicts} if dicts else {}))
+    if dicts:
+        arguments["documents"] = dicts
+    text = render(tokenizer, messages, **arguments)
     return build_text(tokenizer, text, listed, special=False, opening=_is_opening(messages, texts))
 
 
@@ -70,8 +78,11 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 def _plain(message: Mapping[str, Any]) -> str:
     items = message.get("content") or []
-    items = [{"type": "text", "text": items}] if isinstance(items, str) else items
-    for item in items if isinstance(items, list | tuple) else [items]:
+    if isinstance(items, str):
+        return items
+    if not isinstance(items, list | tuple):
+        items = [items]
+    for item in items:
         if not isinstance(item, Mapping) or item.get("type") != "text" or not isinstance(item.get("text"), str):
             raise PromptError(
                 f"a message of role {message.get('role')!r} has the part {item!r:.40}, which is no text. Send text "

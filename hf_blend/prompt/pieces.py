@@ -101,6 +101,15 @@ class Prompt:
         """The ids behind the last chunk."""
         return self.ids[self.spans[-1].stop :]
 
+    def is_continued_by(self, row: Sequence[int], start: int) -> bool:
+        """Whether ids are those of this prompt from `start` on: all of its rest, a part of it, or more behind it."""
+        if start > len(self.ids):
+            return False
+        rest = self.ids[start : start + len(row)]
+        if row and not rest:
+            return False
+        return tuple(row[: len(rest)]) == rest
+
     def behind(self, tokens: int) -> "Prompt":
         """The same prompt, with its first `tokens` as the history that is cached."""
         return replace(self, history=self.ids[:tokens])
@@ -122,15 +131,18 @@ class PromptBatch:
         """
         repeats, odd = divmod(len(rows), len(self.prompts))
         longest_first = sorted(self.prompts, key=lambda prompt: -len(prompt.ids))
-        prompts = list[Prompt]()
+        found = []
         for number, (row, start) in enumerate(zip(rows, before, strict=True)):
-            own = [] if odd else [self.prompts[number // repeats]]
-            for prompt in (*own, *(other for other in longest_first if start == 0 and len(other.ids) <= len(row))):
-                rest = prompt.ids[start : start + len(row)]
-                if start <= len(prompt.ids) and (rest or not row) and tuple(row[: len(rest)]) == rest:
-                    prompts.append(prompt)
-                    break
-        return prompts if len(prompts) == len(rows) else None
+            candidates = []
+            if not odd:
+                candidates.append(self.prompts[number // repeats])
+            if start == 0:
+                candidates += [prompt for prompt in longest_first if len(prompt.ids) <= len(row)]
+            continued = [prompt for prompt in candidates if prompt.is_continued_by(row, start)]
+            if not continued:
+                return None
+            found.append(continued[0])
+        return found
 
 
 def check_text(text: str) -> None:
@@ -200,10 +212,11 @@ def build(
     question_ids = tokenize(tokenizer, question)
     if not question_ids:
         raise PromptError(f"question is {question!r} and has no token. Ask something; the model answers after it.")
-    bare = len(history) or (prefix is not None and not isinstance(prefix, str))
-    begin, front = tokenize(tokenizer, prefix or ()), () if bare else front_ids(tokenizer)
-    if begin[: len(front)] != front:  # text of a chat template begins with it
-        begin = (*front, *begin)
+    begin = tokenize(tokenizer, prefix or ())
+    if not len(history) and (prefix is None or isinstance(prefix, str)):
+        front = front_ids(tokenizer)
+        if begin[: len(front)] != front:  # text of a chat template begins with it
+            begin = (*front, *begin)
     before, *between = _separators(tokenizer, separator, [prefix or (), *chunks, question])
     if between:
         question_ids = (*between.pop(), *question_ids)
@@ -215,10 +228,14 @@ def _separators(tokenizer: Any, separator: str, pieces: Sequence[Piece]) -> list
     if not isinstance(separator, str):
         raise PromptError(f"separator is {separator!r:.40}, expected a text. An empty one puts nothing between texts.")
     check_text(separator)
-    separators = list[tuple[int, ...]]()
+    separators = []
     for left, right in pairwise(pieces):
-        meet = f"{left[-1:]}{right[:1]}" if isinstance(left, str) and isinstance(right, str) else " "
-        separators.append(() if any(map(str.isspace, meet)) else inner_ids(tokenizer, separator))
+        ids: tuple[int, ...] = ()
+        if isinstance(left, str) and isinstance(right, str):
+            has_space = left[-1:].isspace() or right[:1].isspace()
+            if not has_space:
+                ids = inner_ids(tokenizer, separator)
+        separators.append(ids)
     return separators
 
 

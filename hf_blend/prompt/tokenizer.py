@@ -17,25 +17,35 @@ def tokenizer_digest(tokenizer: Any) -> str:
     """A digest of a tokenizer's vocabulary and of its ids of a line of text, without padding and truncation."""
     if not hasattr(tokenizer, "get_vocab"):
         return ""
-    size, cached = len(tokenizer), _known.get(tokenizer)
-    if cached is None or cached[0] != size:
-        made = tokenizer.encode(_PROBE, add_special_tokens=False)
-        content = json.dumps([sorted(tokenizer.get_vocab().items()), list(made)])
-        cached = _known[tokenizer] = size, hashlib.sha256(content.encode()).hexdigest()[:12]
-    return cached[1]
+    size = len(tokenizer)
+    cached = _known.get(tokenizer)
+    if cached is not None and cached[0] == size:
+        return cached[1]
+    made = tokenizer.encode(_PROBE, add_special_tokens=False)
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    content = json.dumps([vocabulary, list(made)])
+    digest = hashlib.sha256(content.encode()).hexdigest()[:12]
+    _known[tokenizer] = size, digest
+    return digest
 
 
 def front_ids(tokenizer: Any) -> tuple[int, ...]:
     """Return the special tokens that a tokenizer puts before a text, such as BOS; it may put none."""
     if tokenizer is None:
         return ()
-    bare, made = (list(tokenizer.encode("a", add_special_tokens=special)) for special in (False, True))
-    count = next((at for at in range(len(made)) if made[at : at + len(bare)] == bare), 0)
-    return tuple(made[:count])
+    bare = list(tokenizer.encode("a", add_special_tokens=False))
+    made = list(tokenizer.encode("a", add_special_tokens=True))
+    for start in range(len(made)):
+        if made[start : start + len(bare)] == bare:
+            return tuple(made[:start])
+    return ()
 
 
 def inner_ids(tokenizer: Any, text: str) -> tuple[int, ...]:
     """Token ids of a text between two others; at the edge of a text, white space may have other tokens."""
-    alone, edge, made = (list(tokenizer.encode(s, add_special_tokens=False)) for s in (text, "a", f"a{text}a"))
-    is_between = made[: len(edge)] == edge == made[len(made) - len(edge) :]
-    return tuple(made[len(edge) : len(made) - len(edge)] if is_between else alone)
+    edge = list(tokenizer.encode("a", add_special_tokens=False))
+    made = list(tokenizer.encode(f"a{text}a", add_special_tokens=False))
+    stop = len(made) - len(edge)
+    if made[: len(edge)] == edge == made[stop:]:
+        return tuple(made[len(edge) : stop])
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
