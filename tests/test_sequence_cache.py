@@ -109,6 +109,16 @@ def test_copy_that_changes_leaves_its_source_alone():
     assert cache.positions(1) == list(range(22))
 
 
+def test_crop_into_shared_tokens_leaves_copy_alone():
+    cache = filled(LLAMA)
+    cache.copy(0, 1)
+    check_forward(cache, prompt(3, 1))
+    cache.crop(-5)
+    check_forward(cache, prompt(4, 2))
+    cache.use(1)
+    check_forward(cache, prompt(2, 3))
+
+
 def test_compact_frees_forgotten_tokens():
     cache = filled(LLAMA, 400)
     cache.remove(0, 10)
@@ -143,6 +153,7 @@ def test_forward_that_fails_leaves_cache_as_it_was(untouched):
         LLAMA.generate(**cache.inputs(prompt(100, 1)[0]), past_key_values=cache, max_new_tokens=2)
     for name, part in cache.state().items():
         assert torch.equal(part, before[name])
+    assert cache.compact()[0].keys.shape[2] == 150
     assert torch.equal(fed(cache, prompt(60, 2)), fed(filled(LLAMA, 150), prompt(60, 2)))
 
 

@@ -52,10 +52,12 @@ def check_refused(cache, path, changes):
 def test_round_trip_is_bit_exact_and_goes_on_same(tmp_path):
     cache = conversation(tokens=80)
     again = SequenceCache(MODEL)
+    cache.use(3)
     size = save_session(cache, tmp_path / "chat")
     assert size == os.path.getsize(tmp_path / "chat")
     load_session(again, tmp_path / "chat")
     assert same(bits_of(cache), bits_of(again))
+    assert again.active == 3
     assert again.tokens() == cache.tokens()
     assert again.positions(3) == cache.positions(3)
     assert torch.equal(fed(again, prompt(5, 2)), fed(cache, prompt(5, 2)))
