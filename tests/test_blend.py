@@ -33,7 +33,8 @@ def blend(model, *requests, store=None, keep=1, **settings):
     """The last logits of one prefill, and the cache."""
     cache, inputs = prepared(model, *requests, store=store, **{"selector": "kv-deviation", **settings})
     cache.activate_past_recording()  # so that every column can be looked at, also outside a window
-    places = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)
+    before = inputs["attention_mask"].cumsum(-1) - 1
+    places = before.clamp_min(0)
     with torch.no_grad():
         output = model(**inputs, position_ids=places, past_key_values=cache, logits_to_keep=keep)
     return output.logits, cache
@@ -41,7 +42,10 @@ def blend(model, *requests, store=None, keep=1, **settings):
 
 def laid_out(requests):
     """Ids, mask, positions `[batch, tokens]` of requests padded on the left, and the first column of each."""
-    rows = [[*one["prefix"], *sum(one["chunks"], []), *one["question"]] for one in requests]
+    rows = []
+    for one in requests:
+        chunks = sum(one["chunks"], [])
+        rows.append([*one["prefix"], *chunks, *one["question"]])
     width = max(map(len, rows))
     ids = torch.zeros((len(rows), width), dtype=torch.long)
     mask = torch.zeros_like(ids)
@@ -117,7 +121,8 @@ class SplicingCache(DynamicCache):
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         if layer_idx > min(self.ratios):
-            replaced = (self.lies & ~self.chosen)[:, None, :, None]
+            replaced = self.lies & ~self.chosen
+            replaced = replaced[:, None, :, None]
             old_keys, old_values = self.stale[layer_idx]
             key_states = torch.where(replaced, old_keys, key_states)
             value_states = torch.where(replaced, old_values, value_states)
@@ -132,8 +137,10 @@ class SplicingCache(DynamicCache):
         deviation = (fresh - old).square().sum((1, 3))
         for row, candidates in enumerate(self.chosen):
             score = deviation[row].where(candidates, -1)
-            count = math.ceil(ratio * int(self.lies[row].sum()) - 1e-9)
-            chosen[row, score.topk(count).indices] = True
+            tokens = int(self.lies[row].sum())
+            count = math.ceil(ratio * tokens - 1e-9)
+            columns = score.topk(count).indices
+            chosen[row, columns] = True
         return chosen
 
 

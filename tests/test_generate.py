@@ -61,8 +61,9 @@ def test_generate_at_ratio_1_gives_text_of_plain_run(family, attention, requests
     model = model_of(family, attention)
     ways = MODES[mode]
     cache, inputs = prepared(model, *REQUESTS[:requests], recompute_ratio=1.0)
-    assert (inputs["attention_mask"].min() == 0) == (requests > 1)
-    assert torch.equal(run(model, inputs, cache, **ways), run(model, inputs, **ways))
+    got = run(model, inputs, cache, **ways)
+    expected = run(model, inputs, **ways)
+    assert torch.equal(got, expected)
     assert cache.report.reusable_tokens > 0
     if mode == "prompt lookup":
         assert cache.report.reusable_tokens == 71

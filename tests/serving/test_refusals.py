@@ -72,8 +72,9 @@ def test_body_that_is_no_request_is_refused(text):
 
 def test_completion_refuses_what_is_no_text():
     for prompt in ([5, 6], ["a", "b"], "", None):
+        body = json.dumps({"prompt": prompt})
         with pytest.raises(wire.Refused, match=r"^prompt"):
-            wire.read_request(wire.CompletionRequest, json.dumps({"prompt": prompt}).encode(), wire.RequestLimits())
+            wire.read_request(wire.CompletionRequest, body.encode(), wire.RequestLimits())
 
 
 def test_fields_that_ask_for_nothing_are_accepted():
@@ -92,7 +93,8 @@ def test_answer_of_server_is_accepted_as_message():
 
 def test_parts_of_text_are_one_text():
     parts = [{"type": "text", "text": "Whe"}, {"type": "text", "text": "re?"}]
-    assert read(messages=[{"role": "user", "content": parts}]).messages[0].text == "Where?"
+    (message,) = read(messages=[{"role": "user", "content": parts}]).messages
+    assert message.text == "Where?"
 
 
 def test_error_text_is_short_and_encodable():
