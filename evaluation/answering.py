@@ -100,7 +100,7 @@ def ids_of(tokenizer: Any, request: dict[str, Any]) -> list[int]:
     return list(build(tokenizer, request.get("prefix"), request["chunks"], request["question"]).ids)
 
 
-def spans_of(tokenizer: Any, request: dict[str, Any]) -> list[Span]:
+def spans_of(tokenizer: Any, request: dict[str, Any]) -> Sequence[Span]:
     """Where the chunks of a request are, from left to right."""
     if "messages" in request:
         return build_messages(tokenizer, request["messages"], request["documents"], {}).spans

@@ -14,7 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -342,10 +342,10 @@ class ChunkIndex:
         self._read_bytes = 0
         self._kept = 0  # rows of chunks that were there when the log was read, or held against a listing
         self._ids = bytearray()  # of a log in memory
-        self._rows = np.empty(0, _ROW)
-        self._is_there = np.empty(0, bool)  # the chunks of rows, as far as is known
-        self._heads = np.empty(0, np.uint64)  # how the digests of rows begin, in order
-        self._by_head = np.empty(0, np.int64)  # the numbers of their rows
+        self._rows: np.ndarray[Any, Any] = np.empty(0, _ROW)
+        self._is_there: np.ndarray[Any, Any] = np.empty(0, bool)  # the chunks of rows, as far as is known
+        self._heads: np.ndarray[Any, Any] = np.empty(0, np.uint64)  # how the digests of rows begin, in order
+        self._by_head: np.ndarray[Any, Any] = np.empty(0, np.int64)  # the numbers of their rows
         self._sorted = np.empty(0, np.uint64)  # the windows of all rows
         self._order = np.empty(0, np.int64)  # the numbers of their rows
         self._windows: set[tuple[int, bool]] = set()  # widths, and whether chunks are found by them only as a whole
