@@ -98,23 +98,10 @@ def wrong_turn(style: Any, old: Any, new: Any) -> Any:
     return cos * angle.cos() - sin * angle.sin(), sin * angle.cos() + cos * angle.sin()
 
 
-def stretching_turn(style: Any, old: Any, new: Any) -> Any:
-    cos, sin = COMPOSE(style, old, new)
-    return cos * 1.001, sin * 1.001
-
-
 def one_step_each(style: Any, old: Any, new: Any) -> Any:
     """Every real move goes a little too far, so two moves go farther than one."""
     cos, sin = COMPOSE(style, old, new)
     return (cos, sin) if bool((sin == 0).all()) else wrong_turn(style, old, new)
-
-
-def first_key_unseen(mask: Any, *given: Any) -> Any:
-    plain = ROW_LINES(mask, *given).plain()
-    visible = plain.clone() if plain.dtype == torch.bool else plain == 0
-    first = visible.long().argmax(-1, keepdim=True)
-    visible &= ~(torch.zeros_like(visible).scatter(-1, first, True) & (visible.sum(-1, keepdim=True) > 1))
-    return arguments.MadeLines(visible)
 
 
 def without_padding(mask: Any, rows: Any, past: int, keys: int, *_: Any) -> Any:
@@ -203,12 +190,10 @@ def all_but_the_first(layer, start, keys, values):
 
 BREAKS: list[tuple[str, str, Any]] = [  # check, what of the library is broken, and what is put in its place
     ("moved_chunk", "prefill.realign.compose", wrong_turn),
-    ("moved_chunk", "prefill.realign.compose", stretching_turn),
     ("moved_chunk", "prefill.realign.compose", one_step_each),
     ("moved_chunk", "prefill.realign.Realigner.write", values_shifted),
     ("prefix_cache", "prefill.plan.compute_chunks", stored_coarsely),
     ("ratio_1", "prefill.arguments.row_lines", looking_ahead),
-    ("ratio_1", "prefill.arguments.row_lines", first_key_unseen),
     ("ratio_1", "prefill.arguments.row_lines", without_padding),
     ("ratio_1", "prefill.rows.Rows.write_states", only_keys_written),
     ("fused_ratio", "prefill.arguments.RowArguments.cut", rotated_for_other_places),
