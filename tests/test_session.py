@@ -114,9 +114,13 @@ def active_sequence_below_nothing(state):
     state["active"].fill_(-1)
 
 
+def keys_of_sixteen_bits(state):
+    state["layer.0.k"] = state["layer.0.k"].half()
+
+
 CRAFTED = (
     *SESSIONS, cell_that_is_not_there, token_twice, position_beyond_all, sequence_of_one_row,
-    active_sequence_below_nothing,
+    active_sequence_below_nothing, keys_of_sixteen_bits,
 )  # fmt: skip
 
 
