@@ -39,8 +39,10 @@ class RowArguments:
         """
         self._implementation = config._attn_implementation or "eager"
         # the layer whose K and V each layer looks at: its own, or the last before it of its kind that has any
-        self._sources, last = list[Any](), dict[str, Any]()
-        for kind, layer in zip(getattr(config, "layer_types", None) or [""] * len(layers), layers, strict=False):
+        self._sources: list[Any] = []
+        last: dict[str, Any] = {}
+        layer_types = getattr(config, "layer_types", None) or [""] * len(layers)
+        for kind, layer in zip(layer_types, layers, strict=False):
             if hasattr(layer, "sizes_behind"):
                 last[kind] = layer
             self._sources.append(last.get(kind, layer))
@@ -49,7 +51,9 @@ class RowArguments:
         self._is_flash = is_flash(self._implementation)
         self._handing_on = handing_on
         register_attention(self._implementation)
-        self._cut: dict[tuple[object, ...], tuple[Any, ...]] = {}  # with what its key names by id, which stays alive
+        # What was cut, each with what it was cut from; few, so that they are searched one by one
+        self._arguments: list[tuple[Any, Rows, Any]] = []
+        self._masks: list[tuple[Any, Rows, int | None, bool, Any]] = []
 
     def cut(self, index: int, call: LayerCall, rows: Rows, mask: Any, attends: bool, taken: Taken) -> None:
         """Cut every argument of a call but the hidden states to the rows, and the model's mask for a layer.
@@ -59,25 +63,40 @@ class RowArguments:
         """
         for name, value in call.given.items():
             if name in call.arguments and name != call.mask_name and isinstance(value, (Tensor, tuple, list)):
-                key: tuple[object, ...] = (id(value), id(rows))
-                if key not in self._cut:
-                    self._cut[key] = _rows(value, taken), value, rows
-                call.arguments[name] = self._cut[key][0]
-        if attends:
-            if self._is_flash and index not in self._handing_on:
-                raise UnsupportedModelError(
-                    f"the attention of layer {index}, {type(call.layer).__name__}, was not found, so it cannot go "
-                    f"through sdpa instead of {self._implementation}. Load the model with attn_implementation='sdpa'."
-                )
-            window = getattr(self._sources[index], "sliding_window", None)  # says how many keys a row of a mask has
-            is_kept = self._takes_lines and index in self._handing_on
-            key = (id(mask), id(rows), window, is_kept)
-            if key not in self._cut:
-                self._cut[key] = self._mask(index, rows, mask, window, is_kept), mask, rows
-            made = self._cut[key][0]
-            call.arguments[call.mask_name] = None if is_kept else made
-            if is_kept:
-                call.arguments[ROWS] = made
+                call.arguments[name] = self._cut_argument(value, rows, taken)
+        if not attends:
+            return
+        if self._is_flash and index not in self._handing_on:
+            raise UnsupportedModelError(
+                f"the attention of layer {index}, {type(call.layer).__name__}, was not found, so it cannot go "
+                f"through sdpa instead of {self._implementation}. Load the model with attn_implementation='sdpa'."
+            )
+        is_kept = self._takes_lines and index in self._handing_on
+        made = self._cut_mask(index, rows, mask, is_kept)
+        if is_kept:
+            call.arguments[call.mask_name] = None
+            call.arguments[ROWS] = made
+        else:
+            call.arguments[call.mask_name] = made
+
+    def _cut_argument(self, value: Any, rows: Rows, taken: Taken) -> Any:
+        """An argument's part for some rows; several layers are given the same one."""
+        for known, of_rows, cut in self._arguments:
+            if known is value and of_rows is rows:
+                return cut
+        cut = _rows(value, taken)
+        self._arguments.append((value, rows, cut))
+        return cut
+
+    def _cut_mask(self, index: int, rows: Rows, mask: Any, is_kept: bool) -> Any:
+        """A layer's mask for some rows; layers with the same mask and window share it."""
+        window = getattr(self._sources[index], "sliding_window", None)  # says how many keys a row of a mask has
+        for known, of_rows, of_window, of_kept, made in self._masks:
+            if known is mask and of_rows is rows and of_window == window and of_kept == is_kept:
+                return made
+        made = self._mask(index, rows, mask, window, is_kept)
+        self._masks.append((mask, rows, window, is_kept, made))
+        return made
 
     def _mask(self, index: int, rows: Rows, model_mask: Any, window: int | None, is_kept: bool) -> Any:
         """The rows' lines of a mask, or a plain mask in the form that the model's attention takes."""
@@ -115,18 +134,15 @@ def _rows(value: Any, taken: Taken) -> Any:
 
     Heads may be as many as rows: the first count of `taken` is tried on all axes before the next.
     """
-    cut = []
-    for item in value if isinstance(value, (tuple, list)) else (value,):
-        if isinstance(item, (tuple, list)):
-            item = _rows(item, taken)
-        elif isinstance(item, Tensor) and item.dim() > 1:
-            axes = (1, 2) if item.dim() == 4 else (1,)
-            cuts = ((axis, index) for count, index in taken.items() for axis in axes if item.shape[axis] == count)
-            axis, index = next(cuts, (0, item))
-            if axis == 1:
-                is_one = index.shape[0] == 1
-                item = item.index_select(1, index[0].to(item.device)) if is_one else gather_rows(item, index)
-            elif axis == 2:  # by head: a factor of queries, a bias
-                item = gather_rows(item.transpose(1, 2), index).transpose(1, 2)
-        cut.append(item)
-    return type(value)(cut) if isinstance(value, (tuple, list)) else cut[0]
+    if isinstance(value, (tuple, list)):
+        return type(value)([_rows(item, taken) for item in value])
+    if not isinstance(value, Tensor) or value.dim() < 2:
+        return value
+    for count, index in taken.items():
+        if value.shape[1] == count:
+            if index.shape[0] == 1:
+                return value.index_select(1, index[0].to(value.device))
+            return gather_rows(value, index)
+        if value.dim() == 4 and value.shape[2] == count:  # by head: a factor of queries, a bias
+            return gather_rows(value.transpose(1, 2), index).transpose(1, 2)
+    return value

@@ -8,7 +8,6 @@ end of the forward.
 """
 
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -29,21 +28,32 @@ class ImportanceListener:
 
     def __init__(self, context: PrefillContext, after: int) -> None:
         """Prepare to listen behind a layer."""
-        plan = self._plan = context.plan
-        self._past, self._charge = context.request.past, context.report.charge
-        self._sums: dict[int, Tensor] = {}
+        self._plan = context.plan
+        self._past = context.request.past
+        self._charge = context.report.charge
+        self._sums: dict[int, Tensor] = {}  # by batch entry
+
+        # The chunks of each batch entry, and the rows of its question
+        self._chunks: dict[int, list[PlacedChunk]] = {}
+        self._rows = ROWS
+        for placed in self._plan.chunks:
+            # not the beginning of a prompt, which attention looks at in any case
+            is_beginning = placed.exact and not self._past and not placed.chunk.key.chunk_prefix_ids
+            if not is_beginning:
+                self._chunks.setdefault(placed.row, []).append(placed)
+                self._rows = min(self._rows, self._plan.real.shape[1] - placed.columns.stop)
+
+        # The layers: some of the deep ones that keep all tokens
+        deep = []
+        for index, layer in enumerate(context.layers):
+            if index > after and getattr(layer, "keeps_all", False) and not layer.is_sliding:
+                deep.append(index)
+        if len(deep) > 1:
+            deep.pop()  # past the K and V of the last layer only the last row is computed
         self._layers: frozenset[int] = frozenset()
-        # not the beginning of a prompt, which attention looks at in any case
-        said = [chunk for chunk in plan.chunks if self._past or not chunk.exact or chunk.chunk.key.chunk_prefix_ids]
-        by_row = groupby(said, lambda placed: placed.row)
-        self._chunks = {row: list(chunks) for row, chunks in by_row}
-        stops = [chunks[-1].columns.stop for chunks in self._chunks.values()]
-        self._rows = min([ROWS, *(plan.real.shape[1] - stop for stop in stops)])
-        is_full = [getattr(layer, "keeps_all", False) and not layer.is_sliding for layer in context.layers]
-        deep = [index for index, full in enumerate(is_full) if index > after and full]
-        deep = deep[:-1] or deep  # past the K and V of the last layer only the last row is computed
-        if self._rows > 0 and stops:
-            self._layers = frozenset(deep[::-1][:: max(1, len(deep) // LAYERS)][:LAYERS])
+        if self._rows > 0 and self._chunks:
+            step = max(1, len(deep) // LAYERS)
+            self._layers = frozenset(deep[::-1][::step][:LAYERS])
 
     def capture(self, index: int, layer: nn.Module, *_: Any) -> AttentionCapture | None:
         """Take a layer's attention: note what it looks at, then attend as the model would; None for other layers."""

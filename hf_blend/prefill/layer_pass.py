@@ -47,7 +47,7 @@ class LayerPass:
         )
         self._counts_positions = bool(getattr(config, "attn_temperature_tuning", False))
         self._needs_same_columns = self._counts_positions and len(context.plan.counts) > 1  # counted for all entries
-        self._tables: dict[int, tuple[Any, Table | None]] = {}  # by the id of what several layers are given
+        self._tables: list[tuple[Any, Table | None]] = []  # of what several layers are given
         self._rows: Rows | None = None  # None: all tokens, as the model passes them
         self._row_axis: int | None = None  # of the hidden states, behind the axis of the batch
         self._kind = LayerKind()  # of the layer that runs
@@ -67,11 +67,20 @@ class LayerPass:
         self.remove_hooks()
         self._kind = self._kinds[index]
         self._model_mask = call.arguments.get(call.mask_name)
-        embeddings = call.arguments.get("position_embeddings")
-        if embeddings is None or id(embeddings) not in self._tables:
-            self._tables[id(embeddings)] = embeddings, rotary_table(call.arguments, call.layer)
-        table = self._tables[id(embeddings)][1]
+        table = self._rotary_table(call)
         return self._kind.enter(self, index, call, table) if self._kind.has_hooks else table
+
+    def _rotary_table(self, call: LayerCall) -> Table | None:
+        """The table that a layer was given; several are given the same one."""
+        embeddings = call.arguments.get("position_embeddings")
+        if embeddings is None:
+            return rotary_table(call.arguments, call.layer)
+        for known, table in self._tables:
+            if known is embeddings:
+                return table
+        table = rotary_table(call.arguments, call.layer)
+        self._tables.append((embeddings, table))
+        return table
 
     def write_layer(
         self, index: int, keys: Tensor, values: Tensor, checks: Sequence[int], written: Tensor | None

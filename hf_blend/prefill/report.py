@@ -180,23 +180,32 @@ class BlendReport:
 
     def to_dict(self) -> dict[str, Any]:
         """All figures as JSON values."""
-        values = {entry.name: getattr(self, entry.name) for entry in fields(self) if not entry.name.startswith("_")}
-        figures = {"scoring_flops": self.scoring_flops, "chosen_columns": self.chosen_columns}
-        return {**values, **figures, "charged_budget": self.charged_budget, "flop_bound": self.flop_bound}
+        names = [entry.name for entry in fields(self) if not entry.name.startswith("_")]
+        names += ["scoring_flops", "chosen_columns", "charged_budget", "flop_bound"]
+        return {name: getattr(self, name) for name in names}
 
     def __str__(self) -> str:
         """One line for people."""
         if self.fallback_reason:
             return f"{self.prompt_tokens} tokens, all computed: {self.fallback_reason}"
-        partial, advice, exact, reusable = self.partial, self.advice, self.exact_tokens, self.reusable_tokens
-        loaded = f"{partial['loaded_bytes']:,} of {partial['all_bytes']:,} bytes loaded in part; " if partial else ""
-        loaded += f"{advice['loaded_chunks']} worth loading by the controller; " if advice else ""
-        loaded += f"compute {self.compute_ms:.1f} ms, store {self.store_ms:.1f} ms, " if self.computed_chunks else ""
-        return (
-            f"{self.prompt_tokens} tokens: {self.prompt_tokens - exact - reusable} new, {exact} exact, {reusable} "
-            f"reusable, of which {sum(map(len, self.chosen_columns))} recomputed (nominal {self.nominal_ratio:.0%}, "
-            f"charged {self.charged_budget:.1%}); {self.loaded_chunks} chunks loaded, {self.computed_chunks} computed;"
-            f" {f'{self.seam_tokens} of their tokens differ at seams; ' if self.seam_tokens else ''}"
-            f"{loaded}check {self.check_ms:.1f} ms, realign {self.realign_ms:.1f} ms, "
-            f"select {self.select_ms:.1f} ms{self.notice and f'; {self.notice}'}"
-        )
+        new = self.prompt_tokens - self.exact_tokens - self.reusable_tokens
+        recomputed = sum(map(len, self.chosen_columns))
+        parts = [
+            f"{self.prompt_tokens} tokens: {new} new, {self.exact_tokens} exact, {self.reusable_tokens} reusable, of "
+            f"which {recomputed} recomputed (nominal {self.nominal_ratio:.0%}, charged {self.charged_budget:.1%})",
+            f"{self.loaded_chunks} chunks loaded, {self.computed_chunks} computed",
+        ]
+        if self.seam_tokens:
+            parts.append(f"{self.seam_tokens} of their tokens differ at seams")
+        if self.partial:
+            loaded, every = self.partial["loaded_bytes"], self.partial["all_bytes"]
+            parts.append(f"{loaded:,} of {every:,} bytes loaded in part")
+        if self.advice:
+            parts.append(f"{self.advice['loaded_chunks']} worth loading by the controller")
+        times = f"check {self.check_ms:.1f} ms, realign {self.realign_ms:.1f} ms, select {self.select_ms:.1f} ms"
+        if self.computed_chunks:
+            times = f"compute {self.compute_ms:.1f} ms, store {self.store_ms:.1f} ms, {times}"
+        parts.append(times)
+        if self.notice:
+            parts.append(self.notice)
+        return "; ".join(parts)

@@ -35,7 +35,8 @@ class Rows:
             selected = selected.any(dim=0, keepdim=True).repeat(selected.shape[0], 1)
             counts = None
         lengths = tuple(selected.sum(dim=1).tolist() if counts is None else counts)
-        width, device = max(lengths), selected.device
+        width = max(lengths)
+        device = selected.device
         # Stable, so that the selected columns come first and in order
         index = torch.argsort(selected.view(torch.uint8), dim=1, descending=True, stable=True)[:, :width]
         if min(lengths) == width:
@@ -91,21 +92,23 @@ class Rows:
         """The columns of K and V `[batch, heads, tokens, width]` at these rows: `[batch, heads, rows, width]` each."""
         if self.is_all:
             return states
-        keys, values = (gather_rows(state.transpose(1, 2), self.columns).transpose(1, 2) for state in states)
-        return keys, values
+        keys = gather_rows(states[0].transpose(1, 2), self.columns)
+        values = gather_rows(states[1].transpose(1, 2), self.columns)
+        return keys.transpose(1, 2), values.transpose(1, 2)
 
     def write_states(self, states: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
         """Write K and V `[batch, heads, rows, width]` to these rows' columns of `[batch, heads, tokens, width]`."""
         device = states[0].device
         columns = self._moved.get(device)
         if columns is None:
-            columns = (self.columns[0] if self.columns.shape[0] == 1 else self.columns).to(device)
+            columns = self.columns[0] if self.columns.shape[0] == 1 else self.columns
+            columns = columns.to(device)
             self._moved[device] = columns
-        for into, own in zip(states, rows, strict=True):
+        for into, new in zip(states, rows, strict=True):
             if columns.dim() == 1:  # of a single entry
-                into.index_copy_(2, columns, own)
+                into.index_copy_(2, columns, new)
             else:
-                into.scatter_(2, columns[:, None, :, None].expand_as(own), own)
+                into.scatter_(2, columns[:, None, :, None].expand_as(new), new)
 
     def behind(self, table: Tensor, tokens: int) -> Tensor:
         """Put the rows' own part of a table, `[batch or 1, past + tokens, width]`, behind it, where layers look."""
