@@ -159,7 +159,7 @@ class ChunkStore(Store):
             UnsupportedModelError: the model has hooks of others, is wrapped, or changes while it is used.
         """
         from .model.canary import compute_chunks
-        from .model.capture import batch_chunks, check_chunk
+        from .model.capture import check_chunk
         from .prompt.pieces import list_chunks, tokenizer_digest
 
         chunks = list_chunks(chunks)
@@ -167,12 +167,11 @@ class ChunkStore(Store):
         for number, key in enumerate(keys):
             check_chunk(model, key.token_ids, key.chunk_prefix_ids, f"chunk {number}")
         texts = {key for key, chunk in zip(keys, chunks, strict=True) if isinstance(chunk, str)}
-        missing = [key for key in dict.fromkeys(keys) if not self.contains(key)]
-        for pack in batch_chunks(model, missing):
-            pack = [key for key in pack if not self.contains(key)]  # another process may have been faster
-            for chunk in compute_chunks(model, pack) if pack else ():
-                digest = tokenizer_digest(tokenizer) if chunk.key in texts else ""
-                self.put(replace(chunk, tokenizer=digest))
+        # Asked before each, as another process may have been faster
+        missing = (key for key in dict.fromkeys(keys) if not self.contains(key))
+        for chunk in compute_chunks(model, missing):
+            digest = tokenizer_digest(tokenizer) if chunk.key in texts else ""
+            self.put(replace(chunk, tokenizer=digest))
         return keys
 
     def keys(

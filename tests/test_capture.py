@@ -1,6 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""A chunk is computed behind its sink as if alone, in full, often with others; the model does not notice."""
+"""A chunk is computed behind its prefix as if alone, in full; the model does not notice."""
+
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -10,25 +12,21 @@ from transformers import DynamicCache
 from hf_blend import BlendCache, ChunkStore, observer
 from hf_blend.errors import PromptError, UnsupportedModelError
 from hf_blend.model.anatomy import decoder_layers, decoder_of
-from hf_blend.model.capture import LEAST_SHARED, batch_chunks, capture, capture_chunk, capture_chunks
+from hf_blend.model.capture import LEAST_SHARED, capture, capture_chunk, capture_chunks
 from hf_blend.model.checks import KV, allowed_of, relative_error
 from hf_blend.store.chunk import ChunkKey
-from tests.asking import apart, raising
+from tests.asking import raising
 
 CHUNK = tuple(range(10, 40))
 WINDOWS = {"head_dim": 16, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
-KINDS = {  # models whose chunks are packed
+KINDS = {  # models whose chunks are computed behind a cached prefix; one forward is longer than a window of 16
     "llama": {},
     "mistral": {"sliding_window": 8},
     "gemma3_text": WINDOWS,
+    "gemma3_text of long windows": {**WINDOWS, "sliding_window": 128},
     "gpt2": {"n_embd": 64, "n_head": 4, "n_layer": 4},
     "falcon": {"alibi": True, "new_decoder_architecture": False, "multi_query": False},
-}
-
-
-SHARED = {  # what a row holds is longer than a window of 16, and shorter than one of 128
-    **KINDS,
-    "gemma3_text of long windows": {**WINDOWS, "sliding_window": 128},
+    "qwen3": {"head_dim": 16},
 }
 PREFIX = (1, *range(40, 40 + LEAST_SHARED))
 
@@ -48,8 +46,9 @@ def tokens_of_calls(model) -> list[int]:
     calls: list[int] = []
 
     @observer
-    def count(_, __, given):
-        calls.append(given["input_ids"].shape[1])
+    def count(_, args, given):
+        ids = args[0] if args else given["input_ids"]
+        calls.append(ids.shape[1])
 
     decoder = decoder_of(model)
     decoder.register_forward_pre_hook(count, with_kwargs=True)
@@ -112,7 +111,7 @@ def test_capture_leaves_model_untouched_after_exception_too(tiny_model, untouche
     keys = keys_of(31, 7)
     with untouched(model):
         chunk = capture_chunk(model, CHUNK, (1,), "f")
-        capture_chunks(model, keys)
+        list(capture_chunks(model, keys))
     assert not any(tensor.requires_grad for _, tensor in chunk.named_tensors())
 
     with untouched(model), monkeypatch.context() as patch:
@@ -120,7 +119,7 @@ def test_capture_leaves_model_untouched_after_exception_too(tiny_model, untouche
         with pytest.raises(RuntimeError, match="boom"):
             capture_chunk(model, CHUNK, (1,), "f")
         with pytest.raises(RuntimeError, match="boom"):
-            capture_chunks(model, keys)
+            list(capture_chunks(model, keys))
 
 
 def test_capture_chunk_refuses_what_cannot_be_computed_and_fills_positions_to_last(shared_model):
@@ -147,55 +146,51 @@ def test_capture_names_layer_that_caches_nothing_or_something_else(tiny_model, m
         capture(model, torch.tensor([CHUNK]))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_capture_chunks_gives_each_states_and_tables_of_plain_forward(tiny_model, kind):
-    model = tiny_model(kind, **KINDS[kind])
-    keys = keys_of(31, 7, 18)
-    assert batch_chunks(model, keys) == [keys]
-    for key, chunk in zip(keys, capture_chunks(model, keys), strict=True):
-        assert chunk.key == key
-        chunk.check()
-        for got, plain in side_by_side(chunk.layers, alone(model, key)):
-            assert apart(got, plain) <= 1e-5 * plain.abs().max()
-        check_tables(chunk, *capture_chunks(model, [key]))
-
-
-@pytest.mark.parametrize(("kind", "dtype"), [*((kind, torch.float32) for kind in SHARED), ("mistral", torch.bfloat16)])
-def test_capture_chunks_behind_prefix_that_all_share_gives_each_what_it_has_alone(tiny_model, kind, dtype):
-    model = tiny_model(kind.partition(" ")[0], **SHARED[kind]).to(dtype)
+@pytest.mark.parametrize(("kind", "dtype"), [*((kind, torch.float32) for kind in KINDS), ("mistral", torch.bfloat16)])
+def test_capture_chunks_computes_prefix_once_and_gives_each_what_plain_forward_gives(tiny_model, kind, dtype):
+    model = tiny_model(kind.partition(" ")[0], **KINDS[kind]).to(dtype)
     keys = keys_of(9, 31, 1, 18, sink=PREFIX)
-    assert batch_chunks(model, keys) == [keys]
+    list(capture_chunks(model, keys[:1]))  # with its probe
     calls = tokens_of_calls(model)
-    chunks = capture_chunks(model, keys)
-    assert calls == [len(PREFIX) + 9 + 31 + 1 + 18]
+    chunks = list(capture_chunks(model, keys))
+    assert calls == [len(PREFIX), 9, 31, 1, 18]
     for key, chunk in zip(keys, chunks, strict=True):
         assert chunk.key == key
         chunk.check()
-        (one,) = capture_chunks(model, [key])
-        check_tables(chunk, one)
-        allowed = 1e-5 if dtype == torch.float32 else allowed_of(KV, dtype)
-        for got, expected in side_by_side(chunk.layers, one.layers):
-            assert relative_error(got, expected) <= allowed
+        check_tables(chunk, capture_chunk(model, key.token_ids, key.chunk_prefix_ids, ""))
+        for got, plain in side_by_side(chunk.layers, alone(model, key)):
+            assert relative_error(got, plain) <= (1e-5 if dtype == torch.float32 else allowed_of(KV, dtype))
 
 
-def test_capture_chunks_lets_no_bit_depend_on_what_others_say(shared_model):
+def test_capture_chunks_lets_no_bit_depend_on_other_chunks(shared_model):
     for model in (shared_model(), shared_model("mistral", sliding_window=8)):
         for sink in ((1,), PREFIX):
-            first, middle, last, other = keys_of(31, 18, 7, 18, sink=sink)
-            one = capture_chunks(model, [first, middle, last])
-            two = capture_chunks(model, [first, other, last])
-            for chunk in (0, 2):
-                for pair in side_by_side(one[chunk].layers, two[chunk].layers):
+            keys = keys_of(31, 18, 7, sink=sink)
+            for key, chunk in zip(keys, capture_chunks(model, keys), strict=True):
+                one = capture_chunk(model, key.token_ids, sink, "")
+                for pair in side_by_side(chunk.layers, one.layers):
                     assert torch.equal(*pair)
 
 
-def test_packs_hold_one_chunk_of_model_with_mixers():
-    pytest.importorskip("hf_blend.hybrids")  # which the core does without
-    first, second = keys_of(9, 11)
-    assert batch_chunks(zoo_model("bamba"), [first, second]) == [[first], [second]]
+def test_prefix_is_computed_with_each_chunk_where_states_or_frequencies_depend_on_it(tiny_model):
+    longrope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "rope_theta": 10000.0}
+    scaled = tiny_model(
+        "phi3",
+        rope_parameters={**longrope, "original_max_position_embeddings": 32},
+        original_max_position_embeddings=32,
+    )
+    (key,) = keys_of(31, sink=PREFIX)
+    models = [scaled]
+    if find_spec("hf_blend.hybrids"):  # which the core does without
+        models.append(zoo_model("bamba"))
+    for model in models:
+        list(capture_chunks(model, [key]))
+        calls = tokens_of_calls(model)
+        list(capture_chunks(model, [key]))
+        assert calls == [len(PREFIX) + 31]
 
 
-def test_prompt_with_nothing_stored_runs_its_chunks_in_one_forward(tiny_model, pieces):
+def test_prompt_with_nothing_stored_runs_its_chunks_once(tiny_model, pieces):
     model = tiny_model()
     BlendCache(model, ChunkStore.open("memory://"))  # looked at once, with its store and its probes
     store = ChunkStore.open("memory://")
@@ -204,9 +199,8 @@ def test_prompt_with_nothing_stored_runs_its_chunks_in_one_forward(tiny_model, p
     calls = tokens_of_calls(model)
     with torch.no_grad():
         model(**inputs, past_key_values=cache, logits_to_keep=1)
-        prefix = 5  # three chunks behind BOS; the prefix is what a prefix cache holds
-        chunks = 3 + 17 + 23 + 31
-        assert calls == [prefix, chunks, inputs["input_ids"].shape[1]]
+        prefix = 5  # is what a prefix cache holds; the chunks stand behind BOS
+        assert calls == [prefix, 1 + 17, 1 + 23, 1 + 31, inputs["input_ids"].shape[1]]
         report = cache.report
         assert report.computed_chunks == 4
         assert report.loaded_chunks == 0
@@ -222,7 +216,7 @@ def test_prompt_with_nothing_stored_runs_its_chunks_in_one_forward(tiny_model, p
     assert again.report.store_ms == 0
 
 
-def test_add_packs_missing_chunks_too(tiny_model):
+def test_add_computes_missing_chunks_alone(tiny_model):
     model = tiny_model()
     store = ChunkStore.open("memory://")
     chunks = [list(key.token_ids) for key in keys_of(9, 11, 5)]

@@ -14,7 +14,7 @@ from hf_blend import UnsupportedModelError
 from hf_blend.model import fingerprint
 from hf_blend.model.anatomy import decoder_layers
 from hf_blend.model.placement import input_device
-from hf_blend.model.row_masks import LocalLines, MadeLines, PackedLines
+from hf_blend.model.row_masks import LocalLines, MadeLines
 from hf_blend.verify.model_under_test import ModelUnderTest
 from hf_blend.verify.runner import measure
 from tests.asking import PIECES, asked, generated, hooks, memory, prepared
@@ -131,7 +131,6 @@ def test_row_lines_go_where_accelerate_brings_them():
     for lines in (
         LocalLines(torch.tensor([[2, 5, 8]]), 9, numbers=lambda: [2, 5, 8]),
         MadeLines(mask, torch.tensor([[2, 5, 8]])),
-        PackedLines(mask, [0, 4], 9, torch.device("cpu")),
     ):
         assert lines.to(torch.device("cpu")) is lines
         moved = send_to_device({"rows": lines}, torch.device("meta"))["rows"]

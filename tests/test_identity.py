@@ -274,9 +274,9 @@ def test_add_stores_nothing_of_model_that_changes_meanwhile(model, monkeypatch):
     captured = canary.capture_chunks
 
     def train(*arguments: Any) -> Any:
-        chunks = captured(*arguments)
+        chunks = list(captured(*arguments))
         model.model.layers[0].mlp.up_proj.weight.data.mul_(1.5)
-        return chunks
+        return iter(chunks)
 
     monkeypatch.setattr(canary, "capture_chunks", train)
     store = ChunkStore.open("memory://")

@@ -18,9 +18,8 @@ from hf_blend import PromptError
 from hf_blend.cache import layers
 from hf_blend.cache.blend_cache import BlendCache
 from hf_blend.context import self_extend, sequence_cache
-from hf_blend.model import calibrate, hooks
+from hf_blend.model import calibrate, capture, hooks
 from hf_blend.model.checks import CHECKS, CheckResult
-from hf_blend.model.row_masks import LocalLines
 from hf_blend.prefill import arguments, blend, plan, realign, rows
 from hf_blend.verify.model_under_test import FLOAT32_LOGITS, ModelUnderTest, attending, attention_of
 from hf_blend.verify.runner import DTYPES, Verdict, check_names, run_checks, verify
@@ -63,7 +62,7 @@ def test_checks_hold_for_llama(dtype, attention):
     verdict = climbed("llama", dtype, attention, None)
     assert verdict.supported, verdict.reason
     assert [one.name for one in verdict.checks] == list(check_names())
-    assert [one.name for one in verdict.refused] == ["packed_chunks", "shared_prefix"] * (attention == "eager")
+    assert [one.name for one in verdict.refused] == []
 
 
 @pytest.mark.slow
@@ -114,8 +113,9 @@ def values_shifted(self: Any, layer: int, slots: Any, *states: Any, first: int =
         values.copy_(values.roll(1, dims=-2))
 
 
-def stored_coarsely(*arguments: Any) -> list[Any]:
-    return [one.map(lambda states: states.bfloat16().to(states.dtype)) for one in COMPUTE_CHUNKS(*arguments)]
+def stored_coarsely(*arguments: Any) -> Iterator[Any]:
+    for chunk in COMPUTE_CHUNKS(*arguments):
+        yield chunk.map(lambda states: states.bfloat16().to(states.dtype))
 
 
 def question_from_a_stale_place(self: Any, *arguments: Any) -> None:
@@ -134,8 +134,8 @@ def rotated_for_other_places(self: Any, index: int, call: Any, rows: Any, *given
     call.arguments["position_embeddings"] = tuple(part[:, : rows.columns.shape[1]] for part in table)
 
 
-def all_before_seen(mask: Any, starts: Any, tokens: int, *_: Any) -> LocalLines:
-    return LocalLines(torch.arange(tokens)[None], tokens)
+def behind_something_else(model: Any, cache: Any, token_ids: Any) -> Any:
+    return capture.capture(model, torch.tensor([[5] * cache.get_seq_length() + token_ids]))
 
 
 def anyone(self: Any, args: Any, kwargs: Any) -> Any:
@@ -209,8 +209,7 @@ BREAKS: list[tuple[str, str, Any]] = [  # check, what of the library is broken, 
     ("own_scales", "model.calibrate.shared_scale", scale_of_a_call),
     ("causal", "", seeing_ahead),
     ("rotary_styles", "model.calibrate.compose", wrong_turn),
-    ("packed_chunks", "model.capture.PackedLines", all_before_seen),
-    ("shared_prefix", "model.capture.PackedLines", all_before_seen),
+    ("cached_prefix", "model.capture._capture_behind", behind_something_else),
     ("mixers_of", "hybrids.mixer.MixerPass.enter", hold),
     ("ignores_states", "model.calibrate.HELD_TOKENS", calibrate.HELD_TOKENS),  # jamba's own code is the break
 ]

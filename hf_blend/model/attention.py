@@ -33,7 +33,7 @@ from .fingerprint import per_model
 from .hooks import hooked
 from .identity.canonical import canonical
 from .placement import input_device
-from .row_masks import AttentionFn, RowLines
+from .row_masks import AttentionFn
 
 STOCK = "sdpa"
 OVERRIDE = "hf_blend_override"
@@ -188,14 +188,6 @@ def layers_handing_on(model: nn.Module) -> frozenset[int]:
     except FAILURES:
         return frozenset()
     return frozenset(index for index, probe in probes.items() if probe.arrived)
-
-
-def give_rows(call: LayerCall, lines: RowLines, hands_on: bool) -> None:
-    """Let a layer attend by lines: as a keyword where it hands that on to its attention, else as a plain mask."""
-    if hands_on:
-        call.arguments |= {call.mask_name: None, ROWS: lines}
-    else:
-        call.arguments[call.mask_name] = lines.plain()
 
 
 def hook_attention(

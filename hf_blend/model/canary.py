@@ -10,7 +10,7 @@ is compared with the model's own before the chunk is used.
 
 import base64
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -27,8 +27,6 @@ from .fingerprint import fingerprint, state_of
 if TYPE_CHECKING:
     from ..store.chunk import ChunkKey, ChunkKV
 
-__all__ = ["canary_of", "compute_chunk", "compute_chunks", "is_of_model"]
-
 TOKENS = 8
 NUMBERS = 8  # of each token: four of its keys and four of its values, each a sum with random signs
 TOLERANCE = {torch.float32: 2e-3, torch.float64: 2e-3}  # relative; devices and attention functions differ by 1e-5
@@ -37,29 +35,21 @@ COARSE_TOLERANCE = 0.15  # bfloat16 and float16, and models whose matrix product
 _known: WeakKeyDictionary[nn.Module, tuple[int, str]] = WeakKeyDictionary()
 
 
-def compute_chunk(model: nn.Module, key: "ChunkKey", tokenizer: str = "") -> "ChunkKV":
-    """Compute the chunk of a key, to be stored under it."""
-    return compute_chunks(model, [key], tokenizer)[0]
-
-
-def compute_chunks(model: nn.Module, keys: "Sequence[ChunkKey]", tokenizer: str = "") -> "list[ChunkKV]":
-    """Compute the chunks of some keys in one forward, to be stored under them."""
-    return with_canary(model, capture_chunks(model, keys), tokenizer)
-
-
-def with_canary(model: nn.Module, chunks: "list[ChunkKV]", tokenizer: str) -> "list[ChunkKV]":
-    """Chunks with the model's canary.
+def compute_chunks(model: nn.Module, keys: "Iterable[ChunkKey]", tokenizer: str = "") -> "Iterator[ChunkKV]":
+    """Compute chunks one after the other, to be stored with the model's canary.
 
     Raises:
         UnsupportedModelError: the model changed after the chunks' keys were made.
     """
-    now, expected = fingerprint(model), chunks[0].key.fingerprint
-    if expected != now:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} changed while a chunk was computed: its fingerprint is {now:.12}…, expected "
-            f"{expected:.12}…. Nothing is stored. Do not train or patch a model while it is used."
-        )
-    return [replace(chunk, canary=canary_of(model), tokenizer=tokenizer) for chunk in chunks]
+    for chunk in capture_chunks(model, keys):
+        now = fingerprint(model)
+        expected = chunk.key.fingerprint
+        if expected != now:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} changed while a chunk was computed: its fingerprint is {now:.12}…, expected "
+                f"{expected:.12}…. Nothing is stored. Do not train or patch a model while it is used."
+            )
+        yield replace(chunk, canary=canary_of(model), tokenizer=tokenizer)
 
 
 def canary_of(model: nn.Module) -> str:

@@ -3,18 +3,13 @@
 """Compute the KV of chunks, each alone behind a fixed prefix, which is cut off again.
 
 KV is never cut out of a live request, because it would carry what that prompt had before the chunk. The prefix is BOS
-and a short text (`context`), or what the caller names.
-
-A forward of many tokens costs less per token than one of few. So several chunks are packed into one row of a batch,
-each at positions of its own and hidden from the others by a mask. The prefix that they share is computed once, at the
-beginning of the row. A probe decides whether a model's chunks may be packed: a chunk must keep the same bits whatever
-chunk is beside it, and the same K and V at the beginning and at the end of a row.
+and a short text (`context`), or what the caller names. A long prefix is computed once for all chunks of a call, as a
+stock cache that each of them continues, if a probe finds that the model computes the same so.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -26,18 +21,15 @@ from ..rotary.regime import frequency_regime
 from ..rotary.tables import Table, rotary_table
 from ..store.chunk import ChunkKey, ChunkKV
 from .anatomy import LayerCall, decoder_layers, decoder_of, full_cache, keeps_nothing, stock_layers, text_config
-from .attention import STOCK, give_rows, layers_handing_on
-from .cache_keyword import cache_argument, without_cache
+from .cache_keyword import cache_argument
 from .checks import KV, CheckResult, allowed_of, model_probe, relative_error
 from .extras import extras_of
 from .hooks import hooked
 from .identity.canonical import canonical
 from .modality import refuse_placeholders, text_ids
 from .placement import input_device
-from .row_masks import PackedLines
 
-PACK_TOKENS = 2048  # more tokens are no faster
-LEAST_SHARED = 16  # tokens before chunks for which this pays
+LEAST_SHARED = 16  # tokens of a prefix from which a forward of its own pays
 PROBE_TOKENS = 8
 _OF_TOKENS_ALONE = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")  # cache layers without another state
 
@@ -54,56 +46,46 @@ def capture_chunk(
     model: nn.Module, token_ids: Sequence[int], chunk_prefix_ids: Sequence[int], fingerprint: str
 ) -> ChunkKV:
     """Compute a chunk's KV behind a prefix, and cut the prefix off."""
-    return capture_chunks(model, [ChunkKey(fingerprint, tuple(chunk_prefix_ids), tuple(token_ids))])[0]
+    return next(capture_chunks(model, [ChunkKey(fingerprint, tuple(chunk_prefix_ids), tuple(token_ids))]))
 
 
-def capture_chunks(model: nn.Module, keys: Sequence[ChunkKey]) -> list[ChunkKV]:
-    """Compute the KV of several chunks in one forward, in which no chunk sees another."""
+def capture_chunks(model: nn.Module, keys: Iterable[ChunkKey]) -> Iterator[ChunkKV]:
+    """Compute the KV of chunks, one after the other."""
+    prefix_caches: dict[tuple[int, ...], Any] = {}
     for key in keys:
-        check_chunk(model, key.token_ids, key.chunk_prefix_ids)
-    shared, *others = {_shared(model, key) for key in keys}
-    if len(keys) == 1 and not shared:
-        return [cut_chunk(capture(model, torch.tensor([_tokens(keys[0])])), keys[0])]
-    if others or not shared:
-        captured, ends = _in_one_row(model, [_tokens(key) for key in keys])
-        return [cut_chunk(captured, key, *end) for key, end in zip(keys, ends, strict=True)]
-    texts = [key.token_ids for key in keys]
-    captured, ends = _in_one_row(model, [shared, *texts], len(shared))
-    chunks = []
-    for key, (start, end) in zip(keys, ends[1:], strict=True):
-        chunks.append(cut_chunk(captured, key, start - len(shared), end))
-    return chunks
+        prefix = key.chunk_prefix_ids
+        check_chunk(model, key.token_ids, prefix)
+        if not _continues_prefix(model, key):
+            yield cut_chunk(capture(model, torch.tensor([[*prefix, *key.token_ids]])), key)
+            continue
+        if prefix not in prefix_caches:
+            prefix_caches[prefix] = _cache_of(model, prefix)
+        yield cut_chunk(_capture_behind(model, prefix_caches[prefix], key.token_ids), key)
 
 
-def _tokens(key: ChunkKey) -> tuple[int, ...]:
-    return (*key.chunk_prefix_ids, *key.token_ids)
-
-
-def _shared(model: nn.Module, key: ChunkKey) -> tuple[int, ...]:
-    """The prefix of a chunk that is computed once for all chunks that have it; empty if each computes its own.
-
-    A single chunk is computed in the same way, so that its bits do not depend on how many chunks there are.
-    """
+def _continues_prefix(model: nn.Module, key: ChunkKey) -> bool:
+    """Whether a chunk is computed behind a cache of its prefix; never depends on what other chunks there are."""
     prefix = key.chunk_prefix_ids
-    return prefix if len(prefix) >= LEAST_SHARED and _may_pack(model) and shared_prefix(model) else ()
+    if len(prefix) < LEAST_SHARED or not cached_prefix(model):
+        return False
+    config = text_config(model)
+    return frequency_regime(config, len(prefix)) == frequency_regime(config, len(prefix) + len(key.token_ids))
 
 
-def _in_one_row(
-    model: nn.Module, texts: Sequence[Sequence[int]], shared: int = 0
-) -> tuple[Capture, list[tuple[int, int]]]:
-    """Run several texts in one forward; gives the first and last column of each, too.
+def _cache_of(model: nn.Module, prefix: Sequence[int]) -> Any:
+    """A stock cache that holds a prefix."""
+    cache = full_cache(model)
+    capture(model, torch.tensor([prefix]), cache=cache)
+    return cache
 
-    No text sees another. But all see the first, if it is `shared`: then that is the number of its tokens.
-    """
-    ends = list(pairwise(accumulate(map(len, texts), initial=0)))
-    ids = [token for text in texts for token in text]
-    starts = [start for start, _ in ends]
-    positions: list[int] = []
-    for start, end in ends:
-        first = shared if start else 0
-        positions += range(first, first + end - start)
-    captured = capture(model, torch.tensor([ids]), torch.tensor([positions]), starts=starts, shared=shared)
-    return captured, ends
+
+def _capture_behind(model: nn.Module, cache: Any, token_ids: Sequence[int]) -> Capture:
+    """Run the tokens of a chunk behind a cached prefix, and put the cache back to the prefix."""
+    prefix_tokens = cache.get_seq_length()
+    positions = torch.arange(prefix_tokens, prefix_tokens + len(token_ids))
+    captured = capture(model, torch.tensor([token_ids]), positions[None], cache=cache)
+    cache.crop(-len(token_ids))
+    return captured
 
 
 def keeps_tokens_alone(model: nn.Module) -> bool:
@@ -111,12 +93,14 @@ def keeps_tokens_alone(model: nn.Module) -> bool:
     return {type(layer).__name__ for layer in stock_layers(text_config(model))} <= {*_OF_TOKENS_ALONE}
 
 
-def cut_chunk(captured: Capture, key: ChunkKey, start: int = 0, end: int | None = None) -> ChunkKV:
-    """Cut a chunk out of the columns from `start` to `end`, without its prefix."""
-    own = slice(start + len(key.chunk_prefix_ids), end)
-    tables, layer_table = distinct_tables(captured.tables, own)
-    layers = tuple(tuple(tensor[0, :, own].clone() for tensor in states) for states in captured.layers)
-    return ChunkKV(key, layers, tables, layer_table)
+def cut_chunk(captured: Capture, key: ChunkKey) -> ChunkKV:
+    """Cut a chunk out of the last columns of a forward."""
+    columns = slice(-len(key.token_ids), None)
+    tables, layer_table = distinct_tables(captured.tables, columns)
+    layers = []
+    for states in captured.layers:
+        layers.append(tuple(tensor[0, :, columns].clone() for tensor in states))
+    return ChunkKV(key, tuple(layers), tables, layer_table)
 
 
 def capture(
@@ -124,8 +108,7 @@ def capture(
     input_ids: Tensor,
     position_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
-    starts: Sequence[int] = (),
-    shared: int = 0,
+    cache: Any = None,
 ) -> Capture:
     """Run the decoder once over some tokens, and keep what its layers cached of them.
 
@@ -136,30 +119,52 @@ def capture(
         input_ids: `[batch, tokens]`.
         position_ids: `[batch, tokens]`; by default 0, 1, 2 …
         attention_mask: `[batch, tokens]`; by default no padding.
-        starts: the first columns of several texts in one row, which do not see each other.
-        shared: tokens of the first text, if all others see it.
+        cache: holds tokens before these, which are in what is kept, too; by default an empty one.
     """
     device = input_device(model)
-    inputs = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": attention_mask}
-    inputs = {name: value.to(device) for name, value in inputs.items() if value is not None}
+    arguments = {}
+    for name, value in (
+        ("input_ids", input_ids),
+        ("position_ids", position_ids),
+        ("attention_mask", attention_mask),
+    ):
+        if value is not None:
+            arguments[name] = value.to(device)
+    tokens_before = 0
+    if cache is None:
+        cache = full_cache(model)
+    else:
+        tokens_before = cache.get_seq_length()
     with canonical(model):
-        return _captured(model, inputs, starts, shared)
+        return _captured(model, arguments, cache, tokens_before)
 
 
-def _captured(model: nn.Module, arguments: Mapping[str, Any], starts: Sequence[int] = (), shared: int = 0) -> Capture:
-    called = decoder_of(model)
-    layers, cache, tokens = decoder_layers(model), full_cache(model), arguments["input_ids"].shape[1]
-    extras = enumerate(extras_of(model, len(layers)))
-    passes = {index: extra.record(cache, tokens) for index, extra in extras if extra is not None}
+def _captured(model: nn.Module, arguments: Mapping[str, Any], cache: Any, tokens_before: int) -> Capture:
+    decoder = decoder_of(model)
+    layers = decoder_layers(model)
+    tokens = arguments["input_ids"].shape[1]
+    tables: dict[int, Table | None] = {}
+
+    def begins(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call = LayerCall.bind(layer, args, kwargs)
+        if call.cache is cache:  # other threads may run the model, too
+            tables[index] = rotary_table(call.arguments, layer)
+
+    passes = {}
     with ExitStack() as stack:
-        for forward in passes.values():
-            stack.callback(forward.leave)
-            forward.enter()
-        tables = stack.enter_context(_watched(model, cache, tokens, starts, shared))
-        called(**{**without_cache(arguments), **cache_argument(called, cache), "use_cache": True})
-    indices, stock = range(len(layers)), dict(enumerate(stock_layers(text_config(model))))
-    kept = (_states(model, cache, index, tokens, passes.get(index), stock.get(index)) for index in indices)
-    return Capture(tuple(kept), tuple(tables.get(index) for index in indices))
+        for index, extra in enumerate(extras_of(model, len(layers))):
+            if extra is not None:
+                passes[index] = extra.record(cache, tokens)
+                stack.callback(passes[index].leave)
+                passes[index].enter()
+        stack.enter_context(hooked(enumerate(layers), begins))
+        decoder(**arguments, **cache_argument(decoder, cache), use_cache=True)
+
+    stock = dict(enumerate(stock_layers(text_config(model))))
+    kept = []
+    for index in range(len(layers)):
+        kept.append(_states(model, cache, index, tokens_before + tokens, passes.get(index), stock.get(index)))
+    return Capture(tuple(kept), tuple(tables.get(index) for index in range(len(layers))))
 
 
 def _states(model: nn.Module, cache: Any, index: int, tokens: int, extra: Any, stock: Any) -> tuple[Tensor, ...]:
@@ -179,37 +184,6 @@ def _states(model: nn.Module, cache: Any, index: int, tokens: int, extra: Any, s
             )
     beside = getattr(layer, "indexer_keys", None) if extra is None else extra.states
     return states if beside is None else (*states, beside[:, None])
-
-
-@contextmanager
-def _watched(
-    model: nn.Module, cache: Any, tokens: int, starts: Sequence[int], shared: int
-) -> Iterator[dict[int, Table | None]]:
-    """Record the rotary tables that layers receive in calls with this cache; other threads may run the model, too.
-
-    With several `starts` each text attends to itself and to what is shared.
-    """
-    tables: dict[int, Table | None] = {}
-    lines: list[tuple[Any, PackedLines]] = []  # by the masks that the model made
-    handing_on = layers_handing_on(model) if len(starts) > 1 else frozenset()
-
-    def begins(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = LayerCall.bind(layer, args, kwargs)
-        if call.cache is not cache:
-            return None
-        tables[index] = rotary_table(call.arguments, layer)
-        if len(starts) < 2:
-            return None
-        mask = call.arguments.get(call.mask_name)
-        packed = next((made for of, made in lines if of is mask), None)
-        if packed is None:
-            packed = PackedLines(mask, starts, tokens, call.hidden.device, shared)
-            lines.append((mask, packed))
-        give_rows(call, packed, index in handing_on)
-        return (call.hidden,), call.arguments
-
-    with hooked(enumerate(decoder_layers(model)), begins):
-        yield tables
 
 
 def distinct_tables(
@@ -242,59 +216,20 @@ def check_chunk(
         )
 
 
-def batch_chunks(model: nn.Module, keys: Iterable[ChunkKey]) -> list[list[ChunkKey]]:
-    """Group chunks by the forward that computes them."""
-    listed, config = list(keys), text_config(model)
-    if len(listed) < 2 or not (_may_pack(model) and packed_chunks(model)):
-        return [[key] for key in listed]
-    most = min(PACK_TOKENS, getattr(config, "attention_chunk_size", None) or PACK_TOKENS)
-    packed: list[list[ChunkKey]] = []
-    last: dict[object, tuple[int, list[ChunkKey]]] = {}  # by regime and what is shared: the pack to fill, its tokens
-    for key in listed:
-        tokens, shared = len(_tokens(key)), _shared(model, key)
-        kind = frequency_regime(config, tokens), shared
-        before, pack = last.get(kind, (most, []))
-        if before + tokens - len(shared) > most:
-            before, pack = len(shared), []
-            packed.append(pack)
-        pack.append(key)
-        last[kind] = before + tokens - len(shared), pack
-    return packed
-
-
-def _may_pack(model: nn.Module) -> bool:
-    return getattr(text_config(model), "_attn_implementation", None) == STOCK
-
-
 @model_probe
-def packed_chunks(model: nn.Module) -> CheckResult:
-    """What a model keeps of a chunk does not depend on the chunks that are packed into one forward with it."""
-    return _packed(model, "its chunks are computed one by one.")
-
-
-@model_probe
-def shared_prefix(model: nn.Module) -> CheckResult:
-    """Where packed chunks share the tokens before them, what a model keeps of one depends on no other either."""
-    return _packed(model, "what is before a chunk is computed again for each.", PROBE_TOKENS)
-
-
-def _packed(model: nn.Module, otherwise: str, shared: int = 0) -> CheckResult:
-    alone = CheckResult(float("inf"), 0.0, otherwise, refused=True, value=False)
-    if not _may_pack(model) or not keeps_tokens_alone(model):
-        return alone
-    # The same text twice in a row, and another text between them in each of two rows
-    text, neighbour, other, *before = text_ids(model, 3 * PROBE_TOKENS + shared).split(PROBE_TOKENS)
-    rows = []
-    for between in (neighbour, other):
-        texts = [ids.tolist() for ids in (*before, text, between, text)]
-        captured, columns = _in_one_row(model, texts, shared)
-        first, last = slice(*columns[-3]), slice(*columns[-1])
-        states = [tensor for layer in captured.layers for tensor in layer]
-        rows.append([(tensor[..., first, :], tensor[..., last, :]) for tensor in states])
+def cached_prefix(model: nn.Module) -> CheckResult:
+    """Behind a cached prefix a chunk gets the K and V that one forward with the prefix gives it."""
+    otherwise = "what is before a chunk is computed again for each."
+    if not keeps_tokens_alone(model):
+        return CheckResult(float("inf"), 0.0, otherwise, refused=True, value=False)
+    ids = text_ids(model, LEAST_SHARED + PROBE_TOKENS).tolist()
+    expected = capture(model, torch.tensor([ids]))
+    got = _capture_behind(model, _cache_of(model, ids[:LEAST_SHARED]), ids[LEAST_SHARED:])
     error = 0.0
-    for pair, pair_beside_another in zip(*rows, strict=True):
-        if not all(map(torch.equal, pair, pair_beside_another)):
-            return alone
-        error = max(error, relative_error(pair[1], pair[0]))
-    result = CheckResult(error, allowed_of(KV, rows[0][0][0].dtype), value=True)
-    return result if result.passed else alone
+    allowed = 0.0
+    for layer, expected_layer in zip(got.layers, expected.layers, strict=True):
+        for states, expected_states in zip(layer, expected_layer, strict=True):
+            error = max(error, relative_error(states, expected_states))
+            allowed = allowed_of(KV, expected_states.dtype)
+    is_same = error <= allowed
+    return CheckResult(error, allowed, "" if is_same else otherwise, refused=not is_same, value=is_same)

@@ -14,7 +14,6 @@ does not hand the keyword on and is given `plain()` instead.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -197,86 +196,6 @@ class LocalLines(RowLines):
             return super()._seen_keys(cut)
         numbers = self._numbers()
         return [slice(0, numbers[rows.stop - 1] + 1) for rows in cut]
-
-
-class PackedLines(RowLines):
-    """The lines of several texts in one row of a batch: each token sees its own text, and the first if it is shared.
-
-    The mask that the model made is read at the positions of tokens, where it is that of each text alone.
-    """
-
-    def __init__(
-        self, mask: Tensor | None, starts: Sequence[int], tokens: int, device: torch.device, shared: int = 0
-    ) -> None:
-        """Describe the lines.
-
-        Args:
-            mask: that of the model, `[1, heads or 1, tokens, tokens]`; None: it leaves it to a causal kernel.
-            starts: the first columns of the texts.
-            tokens: of all texts.
-            device: of the mask.
-            shared: tokens of the first text, if all others see it.
-        """
-        columns = torch.arange(tokens, device=device)
-        lines: RowLines = LocalLines(columns[None], tokens) if mask is None else MadeLines(mask)
-        super().__init__((1, *lines.shape[1:]), lines.dtype, lines.device)
-        self._lines = lines
-        self._given = (mask, starts, tokens, shared)
-        self._is_plain = mask is None
-        self._starts = tuple(starts)
-        self._shared = shared
-
-    def attend(
-        self, stock: AttentionFn, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        """See `RowLines.attend`; the stock function is called for each text, whose bits are those it has alone."""
-        if kwargs.get("position_bias") is not None:
-            return stock(module, query, key, value, self.plain(), **kwargs)
-        outputs = []
-        for text, mask in zip(self._texts, self._masks, strict=True):
-            before = self._shared if text.start >= self._shared else 0
-            keys, values = key[:, :, text], value[:, :, text]
-            if before:
-                keys = torch.cat((key[:, :, :before], keys), dim=2)
-                values = torch.cat((value[:, :, :before], values), dim=2)
-            outputs.append(stock(module, query[:, :, text], keys, values, mask, **kwargs)[0])
-        return torch.cat(outputs, dim=1), None
-
-    def cut(self, rows: slice, keys: slice) -> Tensor:
-        """See `RowLines.cut`."""
-        columns = torch.arange(self.shape[2], device=self.device)
-        firsts = torch.tensor(self._starts, device=self.device)
-        texts = torch.bucketize(columns, firsts, right=True)
-        positions = columns - firsts[texts - 1] + self._shared * (columns >= self._shared)
-        seen = self._lines.plain()[:, :, positions[rows]][..., positions[keys]]
-        is_own = (texts[rows, None] == texts[keys]) | (columns[keys] < self._shared)
-        return seen & is_own if seen.dtype == torch.bool else seen.masked_fill(~is_own, torch.finfo(seen.dtype).min)
-
-    def to(self, device: torch.device, **_: Any) -> RowLines:
-        """See `RowLines.to`."""
-        if device == self.device:
-            return self
-        mask, starts, tokens, shared = self._given
-        return PackedLines(None if mask is None else mask.to(device), starts, tokens, device, shared)
-
-    @property
-    def _texts(self) -> list[slice]:
-        return [slice(start, stop) for start, stop in pairwise((*self._starts, self.shape[2]))]
-
-    @cached_property
-    def _masks(self) -> list[Tensor | None]:
-        """By text, its mask for what it sees; None where a causal kernel does without."""
-        masks: list[Tensor | None] = []
-        for text in self._texts:
-            before = self._shared if text.start >= self._shared else 0
-            if self._is_plain and not before:
-                masks.append(None)
-                continue
-            end = before + text.stop - text.start
-            mask = self._lines.cut(slice(before, end), slice(0, end))
-            is_causal = not before and mask.dtype == torch.bool and torch.equal(mask, torch.ones_like(mask).tril())
-            masks.append(None if is_causal else mask)
-        return masks
 
 
 def is_flash(implementation: str) -> bool:

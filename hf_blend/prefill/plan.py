@@ -5,7 +5,7 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from ..config import BlendConfig
 from ..model.anatomy import text_config
 from ..model.canary import canary_of, compute_chunks, is_of_model
-from ..model.capture import batch_chunks
 from ..prompt.pieces import Span
 from ..rotary.regime import frequency_regime, scales_by_position
 from ..store import ChunkStore
@@ -251,8 +250,7 @@ class Planner:
         # Fetch them, and compute what is missing
         needed = list(dict.fromkeys(key for key, _ in placed))
         if missing := self._fetch(plan, needed):
-            first = {of_row[0].key for of_row in spans if of_row and of_row[0].start == 0}
-            self._compute_missing(plan, missing, first)
+            self._compute_missing(plan, missing)
         for key, place in placed:
             plan.chunks.append(PlacedChunk(chunk=self._fetched[key], **place))
         plan.begin(logits_rows)
@@ -395,21 +393,17 @@ class Planner:
             self._fetched[key] = chunk
         return missing
 
-    def _compute_missing(self, plan: Plan, missing: Sequence[ChunkKey], first: Set[ChunkKey]) -> None:
-        """Compute chunks, several in one forward, and store them.
-
-        What a prompt begins with stays alone: so it is what a prefix cache holds, bit for bit.
-        """
+    def _compute_missing(self, plan: Plan, missing: Sequence[ChunkKey]) -> None:
+        """Compute chunks, and store them."""
         began_s = time.perf_counter()
-        alone = [key for key in missing if key in first]
-        together = batch_chunks(self._model, [key for key in missing if key not in alone])
         canary_of(self._model)  # found here once, and known where the chunks are computed
         plan.found["check_ms"] += 1e3 * (time.perf_counter() - began_s)
-        for pack in [*([key] for key in alone), *together]:
+        chunks = self._compute(missing)
+        for key in missing:
             began_s = time.perf_counter()
-            chunks = self._compute(pack)
+            chunk = next(chunks)
             computed_s = time.perf_counter()
-            self._fetched.update({chunk.key: self._store.put(chunk) for chunk in chunks})
+            self._fetched[key] = self._store.put(chunk)
             plan.found["compute_ms"] += 1e3 * (computed_s - began_s)
             plan.found["store_ms"] += 1e3 * (time.perf_counter() - computed_s)
         plan.computed = len(missing)
@@ -417,7 +411,7 @@ class Planner:
         tokens = {key: len(key.token_ids) for key in self._fetched}
         plan.kept_ratio = sum(tokens[key] for key in tokens if self._store.contains(key)) / sum(tokens.values())
 
-    def _compute(self, keys: Sequence[ChunkKey]) -> list[ChunkKV]:
+    def _compute(self, keys: Sequence[ChunkKey]) -> Iterator[ChunkKV]:
         return compute_chunks(self._model, keys, self._origin.tokenizer)
 
 
@@ -428,8 +422,8 @@ def _known_key(fingerprint: str, chunk_prefix_ids: tuple[int, ...], ids: tuple[i
 
 
 def _recompute(
-    replaced: list[ChunkKey], store: ChunkStore, compute: Callable[..., list[ChunkKV]], key: ChunkKey
+    replaced: list[ChunkKey], store: ChunkStore, compute: Callable[..., Iterator[ChunkKV]], key: ChunkKey
 ) -> ChunkKV:
     """Compute a chunk alone, and store it. This knows no plan: the chunk keeps it, and would keep itself alive."""
     replaced.append(key)
-    return store.put(compute([key])[0])
+    return store.put(next(compute([key])))

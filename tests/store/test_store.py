@@ -17,8 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_blend.errors import ConfigError, PromptError, StoreError
-from hf_blend.model import canary
-from hf_blend.model.capture import capture_chunks
+from hf_blend.model import capture
 from hf_blend.store import ChunkKey, ChunkStore
 from hf_blend.store.eviction.lru import Lru
 from hf_blend.store.memory import MemoryCache, available_bytes
@@ -385,7 +384,7 @@ def test_delete_that_disk_refuses_is_error(opened, chunk, monkeypatch):
 def test_add_computes_what_is_missing_and_nothing_else(tiny_model, tokenizer, opened, same, monkeypatch):
     model = tiny_model("llama")
     calls = []
-    noting(monkeypatch, canary, "capture_chunks", lambda _, keys: calls.extend(key.token_ids for key in keys))
+    noting(monkeypatch, capture, "cut_chunk", lambda _, key: calls.append(key.token_ids))
     store = opened()
     keys = store.add(model, tokenizer, ["abc", [10, 11], "abc"])
     assert [key.chunk_prefix_ids for key in keys] == [(1,)] * 3
@@ -394,7 +393,7 @@ def test_add_computes_what_is_missing_and_nothing_else(tiny_model, tokenizer, op
     assert store.add(model, None, [[10, 11]]) == keys[1:2]
     assert len(calls) == 2
     stored = opened().get(keys[1])
-    same(stored, capture_chunks(model, keys[:2])[1])
+    same(stored, capture.capture_chunk(model, keys[1].token_ids, (1,), keys[1].fingerprint))
     (bare,) = store.add(model, None, [[10, 11]], chunk_prefix_ids=())
     assert bare.chunk_prefix_ids == ()
     assert store.get(bare) is not None
