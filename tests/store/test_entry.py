@@ -18,6 +18,7 @@ from hf_blend.store import ChunkKey
 from hf_blend.store.entry import KIND, EntryReader, read_key
 from hf_blend.store.format import HEADER_CAP_BYTES, Header, hash_namespace
 from hf_blend.store.tiers.base import EntryFault
+from tests.asking import noting
 
 from .conftest import header_of, reheaded, with_plan, with_text
 
@@ -249,10 +250,12 @@ def test_chunk_that_could_not_be_read_back_is_not_written(chunk, content):
 
 def test_seal_is_compared_before_anything_is_parsed(chunk, source, content, monkeypatch):
     stored = chunk()
-    monkeypatch.setattr(json, "loads", None)
+    parsed = []
+    noting(monkeypatch, json, "loads", parsed.append)
     for position in (20, 60, 150, 300):
         bad = bytearray(content(stored))
         bad[position] ^= 1
         assert reason_of(source, bytes(bad), stored.key) in ("format", "kind")
         with pytest.raises(EntryFault, match=r"format|kind"):
             read_key(source(bytes(bad)), "")
+    assert parsed == []
