@@ -185,7 +185,10 @@ class Prefill(LayerPass):
 
     def _run_until_kv(self, index: int, call: LayerCall) -> None:
         """Run a layer until what it keeps is known for the active rows."""
-        context, kind, plan, layer = self.context, self._kind, self.context.plan, self._layers[index]
+        context = self.context
+        kind = self._kind
+        plan = context.plan
+        layer = self._layers[index]
         past = context.request.past
         context.report._work.append(Work(index, True, self.columns, plan.reusable, plan.real, past))
         self._awaited = set(kind.parts)

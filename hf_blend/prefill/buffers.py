@@ -22,7 +22,6 @@ class LayerBuffers:
     def __init__(self, context: PrefillContext, layers: Sequence[Any], last: int, stored: StoredStates) -> None:
         self._stored = stored
         self._layers = layers
-        self._plan = context.plan
         self._realigner = context.realigner
         self._width = context.request.width
         self._last = last
@@ -50,8 +49,11 @@ class LayerBuffers:
         """
         self.used.add(index)
         if index in self.open:
-            own, first = (self._realigner.tables[layer] for layer in (index, self._first[index]))
-            is_ready = own is first or (own is not None and first is not None and own[0] is first[0])
+            table = self._realigner.tables[index]
+            first_table = self._realigner.tables[self._first[index]]
+            is_ready = table is first_table
+            if table is not None and first_table is not None:
+                is_ready = table[0] is first_table[0]
             ahead = self.open[index][0]
             if ahead.device != keys.device or ahead.dtype != keys.dtype:
                 is_ready = False
@@ -62,7 +64,8 @@ class LayerBuffers:
                 return
         chunks = stored()
         if index not in self.open:  # else it was written as another layer's table says
-            group, several = range(index, index + 1), None
+            group = range(index, index + 1)
+            several = None
             if self._opens_several and not keys.requires_grad:
                 group = self._realigner.group(index, chunks, (*checks, self._last), keys.device)
                 first, *others = (self._layers[layer] for layer in group)
@@ -71,8 +74,10 @@ class LayerBuffers:
                 group = range(index, index + 1)
                 self.open[index] = self._layers[index].open(self._width, keys, values)
             else:
-                self.open |= {layer: (several[0][number], several[1][number]) for number, layer in enumerate(group)}
-            self._first |= dict.fromkeys(group, index)
+                for number, layer in enumerate(group):
+                    self.open[layer] = several[0][number], several[1][number]
+            for layer in group:
+                self._first[layer] = index
             if written is not None:  # NaN would pass a mask
                 for states in several or self.open[index]:
                     states.masked_fill_(~written.to(states.device)[:, None, :, None], 0)

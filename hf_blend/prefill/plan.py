@@ -48,8 +48,12 @@ class PlacedChunk:
     def __post_init__(self) -> None:
         stored = self.chunk.tokens
         tokens = stored - self.first if self.count is None else self.count
-        columns, inside = slice(self.start, self.start + tokens), slice(self.first, self.first + tokens)
-        vars(self).update(tokens=tokens, is_whole=tokens == stored, columns=columns, inside=inside)
+        vars(self).update(
+            tokens=tokens,
+            is_whole=tokens == stored,
+            columns=slice(self.start, self.start + tokens),
+            inside=slice(self.first, self.first + tokens),
+        )
 
     def states(self, layer: int) -> tuple[Tensor, Tensor]:
         """Stored (K, V) of a layer, `[kv_heads, tokens, head_dim]` each, K rotated for the chunk's own positions."""
@@ -106,8 +110,10 @@ class Plan:
         self._marks = np.zeros((3, *self.real.shape), dtype=bool)  # stay with the host: exact, reusable, no padding
         exact, reusable, self._marks[2] = self._marks[0], self._marks[1], self.real
         for placed in self.chunks:
-            (exact if placed.exact else reusable)[placed.row, placed.columns] = True
-        exact[:, self.end :] = reusable[:, self.end :] = False
+            marks = exact if placed.exact else reusable
+            marks[placed.row, placed.columns] = True
+        exact[:, self.end :] = False
+        reusable[:, self.end :] = False
         self.stored_counts = reusable.sum(axis=1).tolist()
         exact_counts = exact.sum(axis=1).tolist()
         self.fresh_counts = (np.array(self.counts) - exact_counts - self.stored_counts).tolist()
@@ -116,12 +122,16 @@ class Plan:
 
     def move_to(self, device: torch.device) -> None:
         """Put the masks where the model computes."""
-        self.real, self.exact, self.reusable = self.real.to(device), self.exact.to(device), self.reusable.to(device)
+        self.real = self.real.to(device)
+        self.exact = self.exact.to(device)
+        self.reusable = self.reusable.to(device)
 
     def fresh(self, with_reusable: bool) -> np.ndarray:
         """`[batch, tokens]`: True on columns that are not padding and have no exact KV; known to the host."""
         exact, reusable, real = self._marks
-        fresh: np.ndarray = real & ~(exact if with_reusable else exact | reusable)
+        fresh: np.ndarray = real & ~exact
+        if not with_reusable:
+            fresh &= ~reusable
         return fresh
 
     def sampled(self, rows: int) -> np.ndarray:
@@ -374,7 +384,8 @@ class Planner:
         began_s = time.perf_counter()
         layout = layout_of(self._model)
         plan.found["check_ms"] += 1e3 * (time.perf_counter() - began_s)
-        at_hand, missing = self._store.at_hand(keys, layout), list[ChunkKey]()
+        at_hand = self._store.at_hand(keys, layout)
+        missing = []
         for key in keys:
             chunk = at_hand.get(key)
             if chunk is None:

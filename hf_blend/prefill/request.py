@@ -47,8 +47,9 @@ class Request:
     def parse(cls, arguments: Mapping[str, Any], model: nn.Module, past: int, pending: "PendingPrompt") -> "Request":
         """Read the arguments of a forward of the model."""
         _refuse(arguments, past)
-        ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
-        states = ids if ids is not None else arguments.get("inputs_embeds")
+        ids = arguments.get("input_ids")
+        mask = arguments.get("attention_mask")
+        states = arguments.get("inputs_embeds") if ids is None else ids
         width = 0 if states is None else states.shape[1]
         arguments = {name: value for name, value in arguments.items() if not hasattr(value, "get_mask_sizes")}
         reason = _why_plain(arguments, model) if width > 1 else ""
@@ -67,7 +68,8 @@ class Request:
         before = max(0, past - pending.cached)
         if columns_mask is None:
             columns_mask = np.ones((len(ids), past + width))
-        is_real, is_cached = columns_mask[:, -width:] != 0, columns_mask[:, :-width] != 0
+        is_real = columns_mask[:, -width:] != 0
+        is_cached = columns_mask[:, :-width] != 0
 
         # Leave out padding
         has_gaps = (is_real[:, 1:] < is_real[:, :-1]).any(axis=1)
@@ -80,7 +82,10 @@ class Request:
             columns.append(tuple(np.flatnonzero(real).tolist()) if has_gaps[number] else ())
             kept.append(everywhere[number][:, real])
             cached = is_cached[number]
-            counts.append(int(cached[len(cached) - before :].sum()) if len(cached) >= before else before)
+            count = before
+            if len(cached) >= before:
+                count = int(cached[len(cached) - before :].sum())
+            counts.append(count)
         return replace(
             request,
             rows=rows,
@@ -119,8 +124,12 @@ class PendingPrompt:
         behind = request.past if prompts is None else self.cached or any(prompt.history for prompt in prompts)
         rows, runs = [], []
         for number, ids in enumerate(request.rows):
-            before = 0 if is_other else request.before[number]
-            run = None if is_other or len(self.runs) != len(request.rows) else self.runs[number]
+            before = 0
+            run = None
+            if not is_other:
+                before = request.before[number]
+                if len(self.runs) == len(request.rows):
+                    run = self.runs[number]
             positions, run = find_runs(request.columns_and_positions[number], before, request.past, run)
             runs.append(run)
             row = PromptRow(
@@ -151,7 +160,9 @@ class PendingPrompt:
 
 def _why_plain(arguments: Mapping[str, Any], model: nn.Module) -> str:
     """Say why a forward of several tokens computes all of them; empty if chunks can be reused."""
-    mask, keep, ids = arguments.get("attention_mask"), arguments.get("logits_to_keep"), arguments.get("input_ids")
+    ids = arguments.get("input_ids")
+    mask = arguments.get("attention_mask")
+    keep = arguments.get("logits_to_keep")
     config = text_config(model)
     if ids is None:
         return "the prompt came as inputs_embeds, but chunks are found by their tokens. Pass input_ids."
@@ -165,8 +176,13 @@ def _why_plain(arguments: Mapping[str, Any], model: nn.Module) -> str:
         return "attention_mask does not have two axes. Pass one of [batch, tokens] with 0 on padding, or none."
     if arguments.get("labels") is not None:
         return "labels were passed, and a loss needs the logits of every token. Pass logits_to_keep=1 and no labels."
-    if any(getattr(config, name, False) if (own := arguments.get(name)) is None else own for name in PER_TOKEN):
-        return f"outputs of every token were asked for: {', '.join(PER_TOKEN)} must be off for chunks to be reused."
+    for name in PER_TOKEN:
+        is_asked = arguments.get(name)
+        if is_asked is None:
+            is_asked = getattr(config, name, False)
+        if is_asked:
+            names = ", ".join(PER_TOKEN)
+            return f"outputs of every token were asked for: {names} must be off for chunks to be reused."
     if not isinstance(keep, int) or keep < 1:
         return (
             "the logits of every token were asked for, or of some by their places, but a blended prefill computes "

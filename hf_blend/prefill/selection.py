@@ -31,7 +31,9 @@ class TokenSelection:
         at the later check layers. A selection of no tokens is settled before the first layer too. A check layer
         without states to compare is moved to the next of `stateful`, the layers that have them.
         """
-        context, before, later = self.context, None, dict[int, float]()
+        context = self.context
+        before = None
+        later: dict[int, float] = {}
         ratios = context.plan.config.ratios(len(context.layers))
         if not context.selector.count(max(ratios.values()), context.plan.real.numel()):
             return 0.0, {}
