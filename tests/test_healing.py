@@ -345,6 +345,12 @@ def test_frequencies_that_depend_on_length_are_refused_beyond_trained_one(rope, 
     assert off(model, short, ids) < 1e-5
 
 
+def test_second_cache_without_memory_is_refused_by_name(monkeypatch):
+    cache, _ = blended(tiny("gemma3_text"))
+    monkeypatch.setattr(healing, "available_bytes", lambda: 1000)
+    refused(cache, r"heal\(\) needs [\d,]+ bytes on cpu .*1,000 are free")
+
+
 @pytest.mark.parametrize("change", ["weights", "mode"])
 def test_model_that_becomes_another_one_in_block_leaves_no_half_of_it(change, monkeypatch, tiny_model):
     monkeypatch.setattr(healing, "BLOCK_TOKENS", 32)

@@ -70,6 +70,8 @@ def test_documents_are_given_as_indices_as_spans_or_as_texts():
         [[1, 20], [19, 30]],
         ["no such text"],
         [[1, [9, 9, 9], 0, 3]],
+        [[1, [10, 11], 0, 0]],
+        [[1, [10, 11], 0, 3]],
         [[1, [10, 11, 12], -3, 2]],
         [[-63, [10, 11], 0, 2]],
         [[63, [9], 0, 3]],
@@ -78,6 +80,8 @@ def test_documents_are_given_as_indices_as_spans_or_as_texts():
 def test_what_is_not_in_prompt_is_refused(documents):
     with pytest.raises(PromptError):
         read_params({"documents": documents}, IDS, Letters)
+    with pytest.raises(PromptError):
+        read_params({"documents": [[1, 2]], "tenant": 5}, IDS, Letters)
 
 
 def test_in_named_prompt_no_other_chunk_is_looked_for():
