@@ -65,7 +65,7 @@ def test_family_is_exact_with_its_own_rotary_style(name):
         ("xlstm", "no attribute 'rnn_state'" if KEYWORD == "cache" else "left NoneType in the cache"),
         ("bart", "encoder-decoder"),
         ("gpt2", "no rotary table"),
-        ("hunyuan_v1_dense", "normalises its keys behind their rotation (self_attn.key_layernorm)"),
+        ("hunyuan_v1_dense", "as a norm behind the rotation does"),
         ("trocr", "positions to the embeddings that it counts itself"),
     ],
 )

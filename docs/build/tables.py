@@ -37,6 +37,7 @@ REASONS = (
     ("keeps a state of all tokens before", "a state of all tokens before does not come to the cache, or not by rows"),
     ("in the cache, but keys and values of the form", "what is left in the cache is no K and V of each token"),
     ("normalises its keys behind", "keys are normalised behind their rotation"),
+    ("as a norm behind the rotation", "keys are normalised behind their rotation"),
     ("encoder-decoders", "an encoder-decoder, or an encoder"),
     ("an encoder", "an encoder-decoder, or an encoder"),
     ("one token comes at a time", "the code takes a block of tokens only where nothing is before it"),

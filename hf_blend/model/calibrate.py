@@ -11,7 +11,6 @@ were before them (Jamba and Zamba in transformers 5.23). So states are set to ze
 what the model computes of one token, and not what it computes of several.
 """
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -177,29 +176,10 @@ def _nearest(probe: _Probe, index: int, columns: slice, candidates: list[type[Ro
 def _cause(probe: _Probe, index: int) -> str:
     if probe.here.tables[index] is None:
         return "It has no rotary table: its positions are learned, or added to the embeddings."
-    norm = _norm_behind(probe, index)
-    if norm:
-        return (
-            f"It normalises its keys behind their rotation ({norm}): where two dimensions that turn together have "
-            "other weights, attention depends on where tokens are, and not only on how far apart."
-        )
-    return "It turns its keys in a way that is not known here, or changes them by their positions otherwise."
-
-
-def _norm_behind(probe: _Probe, index: int) -> str:
-    """The name of the module with a weight for each dimension whose output a layer's keys are; empty if none is."""
-    layer, names = decoder_layers(probe.model)[index], list[str]()
-    keys, thread = probe.here.layers[index][0], threading.get_ident()
-
-    def look(name: str, _: nn.Module, __: object, ___: object, output: Any) -> None:
-        forms = (output, output.transpose(1, 2)) if isinstance(output, Tensor) and output.dim() == 4 else ()
-        if threading.get_ident() == thread and any(torch.equal(form, keys) for form in forms):
-            names.append(name)
-
-    norms = (pair for pair in layer.named_modules() if getattr(getattr(pair[1], "weight", None), "ndim", 0) == 1)
-    with hooked(norms, look, behind=True):
-        capture(probe.model, probe.ids, torch.arange(PROBE_TOKENS)[None])
-    return names[0] if names else ""
+    return (
+        "It turns its keys in a way that is not known here, or changes them by their positions otherwise, as a norm "
+        "behind the rotation does."
+    )
 
 
 def _error(style: type[RotaryStyle], states: States, there: States, old: Table | None, new: Table | None) -> float:
