@@ -83,6 +83,7 @@ def test_find_knows_rows_by_their_parts():
         ([first, first, second, second], None, [0, 0, 1, 1]),
         ([[6, 7], [6, 7, 8, 9]], [2, 2], [0, 1]),
         ([[70], [8, 9]], [4, 4], None),  # what comes behind a prompt is no part of it
+        ([[], []], [9, 9], None),  # nor is nothing
     )
     for rows, seen, expected in cases:
         assert found(rows, seen) == expected
