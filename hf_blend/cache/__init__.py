@@ -2,5 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`BlendCache`, the `transformers.Cache` of one request, and the layers that hold its K and V.
 
-The door is `blend_cache.BlendCache`. To transformers it is a dynamic cache: empty before the prefill, full after it.
+`blend_cache.BlendCache` is the public class. To transformers it is a dynamic cache: empty before the prefill, full
+after it.
 """

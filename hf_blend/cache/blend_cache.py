@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""`BlendCache`: a cache for stock `generate` that brings stored chunks with it.
+"""`BlendCache`: a cache for stock `generate` that reuses stored chunks in its prefill.
 
     store = ChunkStore.open("kv-store")
     cache = BlendCache(model, store, recompute_ratio=0.15)
@@ -77,16 +77,17 @@ class BlendCache(Cache):
     With `kv_device_map`, `kv_memory` says where K and V are; what is on disk is deleted with the cache.
 
     A cache serves the model object that it was made for, also inside a wrapper that calls it, and refuses every other;
-    a copy that `torch.compile` has compiled may append single tokens, which are not noticed. As long as the cache is
-    alive, the model has one hook of it, which lets all other calls pass.
+    only single tokens of a copy that `torch.compile` has compiled are appended unchecked. As long as the cache is
+    alive, its one hook is on the model; calls with another cache pass it unchanged.
 
-    A later prompt comes by `inputs` and its like, which keep what both begin with; `generate` refuses another. Where
-    it begins under another adapter, other weights, another dtype or attention, all is computed again, and
-    `report.notice` says so. Steps of one token are not looked at.
+    Build a later prompt with `inputs`, `inputs_from_messages` or `inputs_from_text`: they keep the tokens that it
+    shares with the cached ones. `generate` refuses a later prompt that was not built so. Under another adapter, other
+    weights, another dtype or attention all tokens are computed again, and `report.notice` says so; for steps of one
+    token the model is not compared.
     """
 
     def __new__(cls, model: nn.Module, *_: Any, **__: Any) -> "BlendCache":
-        """A cache of a class that the model takes."""
+        """A cache of a class that the model accepts."""
         made: BlendCache = super().__new__(cache_class_for(cls, model))
         return made
 
@@ -98,7 +99,7 @@ class BlendCache(Cache):
         Args:
             model: a causal language model of transformers.
             store: where chunks are kept.
-            config: the settings; None takes what was kept in the store for this model, else the defaults, see
+            config: the settings; None: the recipe in the store for this model, else the defaults, see
                 docs/choosing.md.
             **settings: fields of `BlendConfig` that differ from `config`, such as `recompute_ratio=0.15`.
 
@@ -115,7 +116,7 @@ class BlendCache(Cache):
         config = config or recipe.config(is_blind=store.loads_in_part)
         self.config = config = BlendConfig.from_dict({**config.to_dict(), **settings})
         began_s = time.perf_counter()
-        structure_of(model)  # what was found out of another structure is forgotten
+        structure_of(model)  # drops what is remembered of the model if its structure has changed
         config.ratios(len(decoder_layers(model)))
         selector = plugins.load("selectors", config.selector)(config.selector_options, seed=config.seed)
 
@@ -141,7 +142,7 @@ class BlendCache(Cache):
 
     @property
     def keyword(self) -> dict[str, "BlendCache"]:
-        """This cache by the name under which the model takes it, which is another since transformers 5.24."""
+        """This cache by the name of the model's argument for it, which is another since transformers 5.24."""
         return cache_argument(self.model, self)
 
     @property
@@ -202,14 +203,14 @@ class BlendCache(Cache):
         documents: Sequence[Any] | None = None,
         **template: Any,
     ) -> BatchEncoding:
-        """Build the prompt of the next `generate` from messages, by the tokenizer's own chat template.
+        """Build the prompt of the next `generate` from messages, by the tokenizer's chat template.
 
         The template is rendered once and tokenised once: the ids are those of `apply_chat_template`. Documents are
-        found in its text and stored under ids of their own, so that they are reused in any message, order and company;
-        the few tokens that differ where they are joined are computed (`report.seam_tokens`). Stored chunks that are
-        not named, such as those of earlier turns, are found too.
+        found in its text, and each is stored by its ids alone: it is reused in any message, in any order and beside
+        any others. The few tokens that differ where documents are joined are computed (`report.seam_tokens`). Stored
+        chunks that are not named, such as those of earlier turns, are found too.
 
-        A cache that holds an earlier prompt keeps what both begin with: a chat passes all of its messages each time.
+        Of an earlier prompt the cache keeps the tokens that both begin with: pass all messages of a chat each time.
         Windows and states cannot be cut: where a template rewrites an answer of such a model, all is computed again.
 
         Args:
@@ -297,7 +298,7 @@ class BlendCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Take a layer's new K and V and give back all of its K and V; refuse those of another model object.
+        """Append a layer's new K and V, and return all of its K and V; refuse those of another model object.
 
         Shapes: both `[batch, kv_heads, rows, head_dim]`, K rotated for the rows' positions → `[batch, kv_heads,
         tokens, head_dim]`.
@@ -315,22 +316,22 @@ class BlendCache(Cache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def _refuse_unannounced(self) -> None:
-        """Refuse what comes of another model object; compiled steps are checked where they are compiled."""
+        """Refuse K, V or states from another model object; a compiled step is checked when it is compiled."""
         if not torch.compiler.is_compiling():
             self._forwards.refuse_unannounced()
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
-        """Take the last inputs of a layer's convolution; refuse those of another model object."""
+        """Store the last inputs of a layer's convolution; refuse those of another model object."""
         self._refuse_unannounced()
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
-        """Take the state of a layer behind its last token; refuse one of another model object."""
+        """Store the state of a layer behind its last token; refuse one of another model object."""
         self._refuse_unannounced()
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
-        """Take a layer's new indexer keys, rotated for their positions, and give back those of all tokens.
+        """Append a layer's new indexer keys, rotated for their positions, and return those of all tokens.
 
         Shapes: `[batch, rows, width]` → `[batch, tokens, width]`.
         """
@@ -340,7 +341,7 @@ class BlendCache(Cache):
         return super().update_indexer(indexer_key_states, layer_idx)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """How many tokens a layer holds of forwards that went through all layers."""
+        """How many tokens are in a layer, without those of a forward that has not gone through all layers."""
         length = super().get_seq_length(layer_idx)
         if torch.compiler.is_compiling():
             return length
@@ -364,9 +365,9 @@ class BlendCache(Cache):
         self.state.is_recording, self.state.healing = True, None
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens, in every layer or in none: a negative number; more than the cache holds empties it.
+        """Forget the last tokens, in every layer or in none: a negative number; more than are cached empties it.
 
-        Refuses, by a ConfigError, what a window or a state that has forgotten what stood before cannot do.
+        Raises ConfigError where a window or a state has forgotten the tokens that would be its last.
         """
         state = self.state
         state.rollback_partial_forward()
@@ -397,13 +398,13 @@ class BlendCache(Cache):
     def heal(self, tokens: int | None = None) -> int:
         """Compute blended K and V again, as a full prefill computes them.
 
-        Call it while nobody waits: between two turns, or when a server is idle. Each token costs what it costs in a
-        prefill in blocks of 256. Between two calls the cache decodes, is cropped and takes turns. Where every layer
+        Call it between two turns, or when a server is idle. Each token costs what it costs in a prefill in blocks of
+        256. Between two calls the cache may decode, be cropped and prefill further turns. Where every layer
         keeps all tokens as they came, it is exact on the left and blended on the right; with windows, states, an
         indexer or `kv_bits` it is blended until all is computed. A call that fails leaves every byte as it was. When
         nothing is left, later tokens and turns are those of a full prefill. `report.healed_tokens` counts.
 
-        Until nothing is left, K and V are held twice.
+        Until nothing is left, K and V are in memory twice.
 
         Args:
             tokens: how many more are computed; None for all, 0 only counts.
@@ -414,7 +415,7 @@ class BlendCache(Cache):
         Raises:
             ConfigError: `tokens` is negative; the tokens have padding between them, or rotary frequencies that depend
                 on the length; a layer is on another device or loaded in part; there is no memory for a second cache;
-                or another model or adapter computed what the cache holds, or came while a block was computed.
+                or another model or adapter computed the cached tokens, or was set while a block was computed.
             UnsupportedModelError: the model is inside `self_extend`.
         """
         if tokens is not None and tokens < 0:
@@ -452,7 +453,7 @@ class BlendCache(Cache):
         config: BlendConfig | None = None,
         **settings: Any,
     ) -> "BlendCache":
-        """Make a cache that holds what `save` wrote, and continues it as if there had been no file between.
+        """Make a cache with what `save` wrote; it continues as the saved one would.
 
         Args:
             model: the model that the file was saved of, with the same adapter and weights.
@@ -510,7 +511,7 @@ class BlendCache(Cache):
         return super().get_seq_length() > 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BlendCache":
-        """A cache with its own K and V, for the same model and store, that continues and expects the same prompts."""
+        """A cache with a copy of K and V, for the same model and store, that expects the same prompts."""
         twin = BlendCache(self.model, self.store, self.config)
         twin.state.kv = copy.deepcopy(self.state.kv, memo)
         twin.layers = twin.state.kv.all
@@ -543,7 +544,7 @@ class BlendCache(Cache):
         is_other, ids, shared = self._forget_other(), prompts[0].ids, 0
         is_single = len(prompts) == state.kv.batch_size == 1 and not state.tokens.is_padded()
         if is_single and not state.info.ignores_states:
-            # without placeholders: another image may stand behind the same id
+            # up to the first placeholder: another image may have the same id
             shared = shared_tokens(ids[:-1], *state.tokens.rows(state.info.placeholders))
         shared = self._crop_to(shared)
         notice = other_author(cached, cached - shared) if is_other else ""

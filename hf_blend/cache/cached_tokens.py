@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The token ids behind the K and V of a cache, as the cache's forwards brought them.
 
-They are recorded where they are, without waiting for the device, and read when somebody asks. So a cache knows the ids
+They are recorded on their device, without waiting for it, and copied to the host by `rows`. So a cache knows the ids
 of prompts and of answers alike.
 """
 
@@ -17,7 +17,7 @@ from ..prefill.request import Request
 from ..prompt.history import UNKNOWN
 
 IDS, MASK, POSITIONS = range(3)  # the first axis of what is recorded
-MOST_PARTS = 256  # are joined
+MOST_PARTS = 256  # when there are more, they are joined
 
 
 class CachedTokens:
@@ -25,7 +25,7 @@ class CachedTokens:
 
     Attributes:
         length: how many columns were recorded.
-        is_extended: some tokens came inside `self_extend`, at positions that are not the model's own.
+        is_extended: some tokens came inside `self_extend`, at grouped positions.
     """
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@
 A hook before the model is the only way in: it announces the forward with all of its arguments. If stored chunks can
 be reused, a `BlendedForward` enters the layers. If not, every token is computed, and each layer appends its K and V. A
 hook behind the model ends the forward, also after an exception; then the cache is as it was before. Only an interrupt,
-such as Ctrl+C, passes both: what it left is taken back when the cache is used again.
+such as Ctrl+C, passes both: the columns that it left are removed when the cache is used again.
 """
 
 import copy
@@ -34,12 +34,12 @@ from ..prefill.request import PendingPrompt, Request
 from ..selectors.base import Receive
 from .state import ASK_AGAIN, BlendState
 
-# `generate` passes at least one of these; who calls the model to append tokens needs none
+# `generate` passes at least one of these; a direct call of the model that appends tokens needs none
 OF_GENERATE = ("attention_mask", "position_ids", "return_dict")
 
 
 class CacheForwards:
-    """What the hooks in the model call. It goes with its cache.
+    """What the hooks in the model call. It lives as long as its cache.
 
     Attributes:
         is_running: a forward with the cache was announced, and has not ended.
@@ -226,7 +226,7 @@ class BlendedForward:
             state.model, state.kv.all, request, plan, report, realigner, state.selector,
             self._probe, state.info.extras, state.loader,
         )  # fmt: skip
-        self.prefill: Any = Prefill(context)  # what hooks and cache call; while a probe runs, the probe's own
+        self.prefill: Any = Prefill(context)  # what hooks and cache call: a `ProbePass` while a probe runs
         if inexact := [placed.start for placed in plan.chunks if not placed.exact]:
             state.mark_inexact(request.past + min(inexact))
 
@@ -234,7 +234,7 @@ class BlendedForward:
         """Settle the layers; after a failure the cache is as it was before."""
         state, past = self._state, self.prefill.context.request.past
         self.prefill.end()
-        self.prefill = None  # it holds this object by its probe
+        self.prefill = None  # its context refers to this object, by `_probe`
         if state.loader is not None:
             state.report.partial = vars(state.loader.report)
         if failed:

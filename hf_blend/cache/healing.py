@@ -1,14 +1,14 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Healing: blended K and V become those of a full prefill, while nobody waits.
+"""Healing: blended K and V become those of a full prefill, between two turns.
 
 The stock model prefills the cached tokens again, in blocks, into a second cache. Where every layer keeps all tokens as
 they came, the second cache begins with the exact columns of the first, and each block is copied over as soon as it is
 computed: the cache is exact on the left and blended on the right. A column of a window, of a mixer's state, of an
 indexer or of packed groups cannot be exchanged alone: there the second cache begins with the first token, and its
-layers take the place of the blended ones when it holds as many tokens.
+layers replace the blended ones when it has as many tokens.
 
-Until it is done, K and V are held twice.
+Until it is done, K and V are in memory twice.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ class Healing:
     """A second cache, filled by the stock model.
 
     Attributes:
-        reached: how many tokens it holds.
+        reached: how many tokens are in it.
         copies_blocks: each block is copied to the first cache as soon as it is computed.
     """
 
@@ -76,7 +76,7 @@ class Healing:
         self.reached = stop
 
     def finish(self, state: BlendState, start: int) -> None:
-        """Give the first cache what is computed from column `start` on, as far as it can take it."""
+        """Copy the columns from `start` on to the first cache, or all layers once the last token is computed."""
         is_done = self.reached == state.kv.length
         if self.copies_blocks:
             with torch.inference_mode():  # the first cache may have been filled in it
@@ -108,7 +108,8 @@ def tokens_left(state: BlendState) -> int:
 def heal(state: BlendState, tokens: int | None) -> int:
     """Compute further tokens of a cache, all if `tokens` is None; returns how many are left, see `tokens_left`.
 
-    What came as embeddings, as an image, or unseen in compiled code, has no known ids: it stays, and all behind it.
+    Tokens that came as embeddings, as an image, or unseen in compiled code have no known ids: these and all behind
+    them stay as they are.
     """
     if tokens == 0 or state.inexact_from is None:
         return tokens_left(state)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Healing in a thread of its own, while a person reads the answer or types.
+"""Healing in a second thread, while a person reads the answer or types.
 
 healing = IdleHealing()
 output = model.generate(**inputs, past_key_values=cache)
@@ -28,7 +28,7 @@ class IdleHealing:
         self._is_stopped = Event()
 
     def start(self, cache: BlendCache) -> None:
-        """Begin to heal a cache; one that is healed before is left."""
+        """Begin to heal a cache; the one before it is healed no further."""
         self.stop()
         self._is_stopped = Event()
         self._thread = Thread(target=_heal, args=(cache, self._is_stopped), name="hf_blend-heal")

@@ -34,7 +34,7 @@ class IndexedKind(LayerKind):
         return table[0][:, -prefill.width :], table[1][:, -prefill.width :]
 
     def take_rows(self, prefill: Any, call: LayerCall, rows: Rows) -> None:
-        """Put the rows' own part of the table behind that of all tokens."""
+        """Append the rows' part of the rotary table, for their queries, to that of all tokens, for the keys."""
         if self._table is not None:
             table = tuple(rows.behind(tensor, prefill.width) for tensor in self._table)
             call.arguments["position_embeddings"] = call.given["position_embeddings"] = table  # of this layer alone
@@ -61,7 +61,7 @@ class IndexedLayer(BlendLayer):
     """Behaves as transformers' `DynamicIndexedLayer`; a layer that shares the choice of another has no such keys."""
 
     prefill_kind = IndexedKind
-    keeps_all = False  # a probe writes to layers of its own: the indexer's keys are written once only
+    keeps_all = False  # the indexer's keys are written once only, and a probe would write them again
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -69,17 +69,17 @@ class IndexedLayer(BlendLayer):
         self.indexer_position_ids: Tensor | None = None
 
     def suspend(self, snapshot: Any, past: int) -> Any:
-        """Drop the positions behind `past`, as the model appends them again; gives those that were held."""
+        """Drop the positions behind `past`, as the model appends them again; returns those before the drop."""
         position_ids = self.indexer_position_ids
         self.indexer_position_ids = None if position_ids is None else position_ids[..., :past]
         return position_ids
 
     def resume(self, suspended: Any) -> None:
-        """Hold the positions that `suspend` gave."""
+        """Restore the positions that `suspend` returned."""
         self.indexer_position_ids = suspended
 
     def open_indexer(self, tokens: int, keys: Tensor) -> Tensor:
-        """Make place for the indexer's keys of new tokens, `[batch, tokens, width]`, like `keys` of some rows."""
+        """Return columns for the indexer's keys of new tokens, `[batch, tokens, width]`; `keys` are of some rows."""
         return self.update_indexer(keys.new_zeros(keys.shape[0], tokens, keys.shape[2]))[:, -tokens:]
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ class IndexedLayer(BlendLayer):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, spare columns included."""
+        """Bytes in memory, spare columns included."""
         return super().nbytes + (0 if self.indexer_keys is None else self.indexer_keys.nbytes)
 
     def _shortened(self) -> None:

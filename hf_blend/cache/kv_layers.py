@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The layers of a blend cache. Their kinds are those of transformers' own cache for the model, not of its name."""
+"""The layers of a blend cache. Their kinds follow transformers' cache for the model, whatever the model is called."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ def _stock_layers(model: nn.Module) -> list[Any]:
 
 
 def cache_layers(model: nn.Module, count: int, config: BlendConfig) -> list[Any]:
-    """The layers of a blend cache: full, sliding or of a mixer where transformers' own cache has such a layer."""
+    """The layers of a blend cache: full, sliding or of a mixer as in transformers' cache for the model."""
     stock, kv_bits = _stock_layers(model), config.kv_bits
     full: Callable[[], BlendLayer] = BlendLayer if kv_bits is None else partial(QuantisedLayer, kv_bits)
     indexed = IndexedLayer if kv_bits is None else partial(QuantisedIndexedLayer, kv_bits)
@@ -45,7 +45,7 @@ def cache_layers(model: nn.Module, count: int, config: BlendConfig) -> list[Any]
 
 
 def _like(stock: Any, full: Callable[[], BlendLayer]) -> Any:
-    """The layer of a blend cache in the place of a stock one; `full` makes one that keeps all tokens."""
+    """The layer of a blend cache that replaces a stock one; `full` makes one that keeps all tokens."""
     for extension in layer_extensions():
         if (layer := extension.make_layer(stock)) is not None:
             return layer
@@ -55,7 +55,7 @@ def _like(stock: Any, full: Callable[[], BlendLayer]) -> Any:
 
 
 class KVLayers:
-    """The layers that hold the K and V of one cache.
+    """The layers of one cache, with its K and V.
 
     Attributes:
         all: one of each decoder layer.
@@ -64,7 +64,7 @@ class KVLayers:
     """
 
     def __init__(self, layers: Sequence[Any], memory: Any = None, count: int | None = None) -> None:
-        """Hold layers, of which the first `count` have K and V of their own; None: all."""
+        """Collect layers. The first `count` store K and V (None: all), the others read those of an earlier layer."""
         self.all = list(layers)
         self.memory = memory
         self.of_tokens: list[Any] = [layer for layer in layers if hasattr(layer, "prefill_kind")]
@@ -103,9 +103,9 @@ class KVLayers:
         return self._with_kv[0].batch_size if self._with_kv else 0
 
     def rollback_partial_forward(self) -> int:
-        """Take back what a forward left that ended between two layers; returns how many tokens.
+        """Remove the tokens of a forward that ended between two layers; returns how many they are.
 
-        Raises ConfigError, and changes nothing, where a layer has forgotten what stood before them.
+        Raises ConfigError, and changes nothing, where a layer has forgotten the tokens before them.
         """
         length = self.length
         tokens = self._with_kv[0].get_seq_length() - length if self._with_kv else 0

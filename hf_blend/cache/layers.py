@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from ..prefill.layer_kind import LayerKind
 
 ROOM_TOKENS = 256  # spare columns behind the prompt; an answer that outgrows them costs one copy per doubling
-SPARE_SHARE = 16  # of the columns that `Columns` holds, one in so many is spare
+SPARE_SHARE = 16  # `Columns` that grow leave one spare column for so many that are used
 
 Pair = tuple[Tensor, Tensor]  # K and V
 
@@ -22,11 +22,11 @@ class Columns:
     """K or V, or a part of them, in a buffer with room to grow, `[batch, kv_heads, capacity, …]`."""
 
     def __init__(self, like: Tensor, room_tokens: int = ROOM_TOKENS) -> None:
-        """Take all but the tokens from `like`, `[batch, kv_heads, tokens, …]`; hold nothing, and grow by some more."""
+        """Begin empty, as `like`, `[batch, kv_heads, tokens, …]`, on all other axes; leave room when it grows."""
         self.buffer, self._room_tokens = like.new_empty((*like.shape[:2], 0, *like.shape[3:])), room_tokens
 
     def write(self, start: int, states: Tensor) -> Tensor:
-        """Put tokens at column `start`; gives back all columns up to the last written."""
+        """Write tokens from column `start` on; returns all columns up to the last written."""
         stop = start + states.shape[2]
         if stop > self.buffer.shape[2]:
             capacity = stop + max(self._room_tokens, start // SPARE_SHARE)
@@ -38,7 +38,7 @@ class Columns:
 
 
 class MadeStates:
-    """Makes `keys` and `values` at each access, `[batch, kv_heads, tokens, head_dim]`; None where it holds nothing.
+    """Makes `keys` and `values` at each access, `[batch, kv_heads, tokens, head_dim]`; None where it is empty.
 
     Setting them does nothing: K and V are kept in another form.
     """
@@ -68,28 +68,28 @@ class BatchOfRequests:
         self._map(lambda states: states.index_select(0, rows.to(states.device)))
 
     def adopt(self, other: Any) -> None:
-        """Hold what another layer of the same kind holds, which is not used any more."""
+        """Share the tensors of another layer of the same kind, which is not used any more."""
         vars(self).update(vars(other))
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Change all that is held along its first axis, the batch."""
+        """Change every tensor along its first axis, the batch."""
         raise NotImplementedError
 
 
 class BlendLayer(BatchOfRequests, DynamicLayer):
     """K and V of one decoder layer, `[batch, kv_heads, tokens, head_dim]`, as views into larger buffers.
 
-    `keys` and `values` always show exactly the tokens that the cache holds; K is rotated for its positions.
+    `keys` and `values` always show exactly the cached tokens; K is rotated for its positions.
     """
 
     is_croppable = True
     prefill_kind: type[LayerKind] = LayerKind
-    keeps_all = True  # as it came: nothing is forgotten or packed when a forward is over
+    keeps_all = True  # every token as it came: nothing is forgotten or packed when a forward is over
 
     def __init__(self) -> None:
         super().__init__()
         self.length = 0
-        self.unchanged_tokens = 0  # the first so many are as they were when this was last set
+        self.unchanged_tokens = 0  # so many of the first tokens have not changed since this was last set
         # Of a prompt that was loaded in part, the columns that are there, increasing; None: all
         self.visible: Tensor | None = None
         self.visible_tokens = 0  # columns behind these came later, and are all there
@@ -101,9 +101,10 @@ class BlendLayer(BatchOfRequests, DynamicLayer):
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
 
     def open(self, tokens: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Make place for new tokens behind those held, `[batch, kv_heads, tokens, head_dim]`, like some of their rows.
+        """Return columns for K and V of new tokens, `[batch, kv_heads, tokens, head_dim]`, which the caller writes.
 
-        Until `settle` is called, `keys` and `values` show all that the new tokens may look at, themselves included.
+        Heads, widths and dtypes are those of the given states, which may be of some rows only. Until `settle` is
+        called, `keys` and `values` show all tokens that the new ones may attend to, themselves included.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -116,7 +117,10 @@ class BlendLayer(BatchOfRequests, DynamicLayer):
     def open_with(
         self, others: Sequence[Any], tokens: int, key_states: Tensor, value_states: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        """Make place in this and other layers, all empty: K and V `[layers, batch, kv_heads, tokens, head_dim]`."""
+        """Open this and other layers at once: K and V `[layers, batch, kv_heads, tokens, head_dim]`.
+
+        None where they differ, or are not empty.
+        """
         layers = (self, *others)
         is_alike = self.keeps_all and all(type(layer) is type(self) and layer._buffers is None for layer in layers)
         if not is_alike:
@@ -127,7 +131,7 @@ class BlendLayer(BatchOfRequests, DynamicLayer):
         opened = keys[..., :tokens, :], values[..., :tokens, :]
         for number, layer in enumerate(layers):
             layer.lazy_initialization(key_states, value_states)
-            layer._hold((keys[number], values[number]))
+            layer._use((keys[number], values[number]))
             layer.length, layer.keys, layer.values = tokens, opened[0][number], opened[1][number]
         return opened
 
@@ -151,7 +155,7 @@ class BlendLayer(BatchOfRequests, DynamicLayer):
         return columns
 
     def overwrite(self, start: int, key_states: Tensor, value_states: Tensor) -> None:
-        """Put K and V, `[batch, kv_heads, rows, head_dim]`, in the place of those from column `start` on."""
+        """Replace the columns from `start` on by K and V, `[batch, kv_heads, rows, head_dim]`."""
         end = start + key_states.shape[2]
         for states, new in zip(self._columns(slice(start, end)), (key_states, value_states), strict=True):
             states.copy_(new)
@@ -176,7 +180,7 @@ class BlendLayer(BatchOfRequests, DynamicLayer):
         return {"k": self.keys[0, :, start:], "v": self.values[0, :, start:]}  # type: ignore[index]
 
     def load_state(self, state: Mapping[str, Tensor], tokens: int) -> None:
-        """Hold what `state` gave of a layer with so many tokens."""
+        """Fill the layer with what `state` returned of one with so many tokens."""
         self.reset()
         self.update(state["k"][None], state["v"][None])
         self.length = tokens
@@ -188,7 +192,7 @@ class BlendLayer(BatchOfRequests, DynamicLayer):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, spare columns included."""
+        """Bytes in memory, spare columns included."""
         return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers or ())
 
     @property
@@ -197,13 +201,13 @@ class BlendLayer(BatchOfRequests, DynamicLayer):
         return self._buffers[0].shape[0] if self._buffers is not None else 0
 
     def suspend(self, snapshot: Any, past: int) -> Any:
-        """Return all but K and V to a snapshot while another forward runs; gives what `resume` needs."""
+        """Set all but K and V back to a snapshot while a probe runs; returns what `resume` needs."""
 
     def resume(self, suspended: Any) -> None:
         """The other forward is over."""
 
     def snapshot(self) -> Any:
-        """What `restore` needs to take back every token that comes from now on."""
+        """What `restore` needs to remove every token that comes from now on."""
         return self.length
 
     def restore(self, snapshot: Any) -> None:
@@ -226,7 +230,7 @@ class BlendLayer(BatchOfRequests, DynamicLayer):
         self._shortened()
 
     def _shortened(self) -> None:
-        """Keep what is noted of the first tokens only."""
+        """Limit `visible` and `unchanged_tokens` to the tokens that are left."""
         if self.visible is not None:
             self.visible = self.visible[self.visible < self.length] if self.length else None
             self.visible_tokens = min(self.visible_tokens, self.length)
@@ -261,13 +265,13 @@ class BlendLayer(BatchOfRequests, DynamicLayer):
         keys, values = (kv.new_empty((*kv.shape[:2], capacity, kv.shape[3])) for kv in (key_states, value_states))
         for buffer, previous in zip((keys, values), old, strict=False):
             buffer[:, :, : previous.shape[2]] = previous
-        self._hold((keys, values))
+        self._use((keys, values))
 
     def _capacity(self, end: int) -> int:
-        """Columns of buffers that hold `end` tokens."""
+        """How many columns buffers get for `end` tokens."""
         return end + max(ROOM_TOKENS, self.length)
 
-    def _hold(self, buffers: tuple[Tensor, Tensor]) -> None:
+    def _use(self, buffers: tuple[Tensor, Tensor]) -> None:
         """Use other buffers from now on."""
         self._buffers = buffers
 
@@ -275,8 +279,8 @@ class BlendLayer(BatchOfRequests, DynamicLayer):
 class BlendSlidingLayer(BlendLayer):
     """A layer whose tokens see at most `sliding_window` tokens, themselves included; it keeps one window of them.
 
-    Behaves as transformers' `DynamicSlidingWindowLayer`: new tokens are shown everything that one of them may look at,
-    and only `sliding_window - 1` tokens stay. A prompt is held whole while it goes through this layer, and no longer.
+    Behaves as transformers' `DynamicSlidingWindowLayer`: new tokens are shown all columns that one may attend to,
+    and only `sliding_window - 1` tokens stay. A prompt is whole in memory only while it goes through this layer.
     Differs: the window rolls through a buffer with at most `ROOM_TOKENS` spare columns instead of being copied for
     each token, and a crop that the kept tokens allow needs no recording.
     """
@@ -288,18 +292,18 @@ class BlendSlidingLayer(BlendLayer):
         super().__init__()
         self.sliding_window = sliding_window
         self.record_past = False  # by this name transformers switches it off
-        self._start = self._end = 0  # the columns of the buffers that are held
+        self._start = self._end = 0  # the columns of the buffers that are in use
 
     @property
     def _room(self) -> int:
         return min(ROOM_TOKENS, self.sliding_window)
 
     def activate_past_recording(self) -> None:
-        """From now on tokens are forgotten in `crop` only, so that it can take tokens back."""
+        """From now on tokens are forgotten in `crop` only, so that it can return to earlier ones."""
         self.record_past = True
 
     def open(self, tokens: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """See `BlendLayer.open`; what is shown begins where the first new token may look."""
+        """See `BlendLayer.open`; the first column shown is the first that the first new token may attend to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         stored, visible = self._end - self._start, min(self._end - self._start, self.sliding_window - 1)
@@ -361,7 +365,7 @@ class BlendSlidingLayer(BlendLayer):
         self._start, self._end, self.record_past = 0, 0, False
 
     def _roll(self) -> None:
-        """Hold the last window only."""
+        """Keep the last window only."""
         if self._buffers is None:
             return
         kept = min(self._end - self._start, self.sliding_window - 1, self.length)

@@ -5,8 +5,8 @@
 KIVI (https://arxiv.org/abs/2402.02750), section 3: keys have a few large channels and are scaled by channel, over
 groups of tokens; values have none and are scaled by token; the last tokens stay as they are.
 Differs: 8 bits, symmetric, so that no entry is off by more than 1/254 of the largest of its group, and half a rounding
-of the dtype; or 4 bits with a least value for each group, as with the codec int4. Every forward sees its own tokens as
-they are.
+of the dtype; or 4 bits with a least value for each group, as with the codec int4. Every forward attends to its tokens
+unrounded.
 
 Tokens are packed once, in groups of 32. Where a crop cuts a group, what is left of it is unpacked, and is packed again
 with the tokens that follow: these at most 31 tokens are rounded twice.
@@ -90,7 +90,7 @@ def _steps(states: Tensor) -> tuple[Tensor, Tensor]:
 class QuantisedLayer(MadeStates, BlendLayer):
     """K and V of one decoder layer in 8 or 4 bits, but for the last 32 to 63 tokens.
 
-    `keys` and `values` are unpacked at every look, except while a forward has opened them.
+    `keys` and `values` are unpacked at every access, except while a forward has opened them.
     """
 
     keeps_all = False
@@ -105,7 +105,7 @@ class QuantisedLayer(MadeStates, BlendLayer):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, spare room included."""
+        """Bytes in memory, spare room included."""
         tensors = [column.buffer for column in self._packed.values()]
         tensors += [*(self._recent or ()), *(self._opened or ())]
         return super().nbytes + sum(tensor.nbytes for tensor in tensors)
@@ -189,7 +189,7 @@ class QuantisedLayer(MadeStates, BlendLayer):
         return packed % GROUP_TOKENS == 0
 
     def snapshot(self) -> Any:
-        """What `restore` needs to take back every token that comes from now on."""
+        """What `restore` needs to remove every token that comes from now on."""
         return self.length, self.packed_tokens, self._recent
 
     def restore(self, snapshot: Any) -> None:
@@ -212,7 +212,7 @@ class QuantisedLayer(MadeStates, BlendLayer):
         self._recent = self._opened = None
 
     def _begin(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Hold no token, of this batch, dtype and device, and of these heads and widths."""
+        """Make empty buffers for the batch, dtype, device, heads and widths of these states."""
         zeros = [states.new_zeros(_with_tokens(states, GROUP_TOKENS)) for states in (key_states, value_states)]
         self._packed = {}
         for name, tensor in pack(self._bits, *zeros).items():

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions: what a cache holds as one file, which is verified whole before anything of it is used.
+"""Sessions: the content of a cache as one file, which is verified whole before anything of it is used.
 
     cache.save("chat.session")
     cache = BlendCache.load(model, store, "chat.session")       # in another process, for the same model
@@ -10,7 +10,7 @@ this order: the seal of the header, before anything is parsed; the digests of th
 names, shapes, dtypes and values of the tensors.
 
 The tensors of a `BlendCache`: `ids`, `[tokens]`, of its first tokens as far as they are known; `counts`, `[2]`, how
-many tokens it holds and how many of them are exact; `layer.N.*`, what a layer's `state` gives.
+many tokens are cached and how many of them are exact; `layer.N.*`, what a layer's `state` gives.
 """
 
 import contextlib
@@ -144,7 +144,7 @@ def layer_of(state: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
 
 
 def _refuse_unsaved(cache: BlendState, tokens: int) -> None:
-    """Refuse a cache that holds more, or other things, than one conversation as its model computes it."""
+    """Refuse a cache that is not one whole conversation, without padding, at the positions of its model."""
     refuse_extended(cache.model)
     reason = ""
     if cache.kv.memory is not None:
@@ -162,7 +162,7 @@ def _refuse_unsaved(cache: BlendState, tokens: int) -> None:
 
 
 def _counts(state: Mapping[str, Tensor]) -> tuple[int, int]:
-    """How many tokens a saved cache holds, and how many of them are exact."""
+    """How many tokens are in a saved cache, and how many of them are exact."""
     ids, counts = state["ids"], state["counts"]
     if ids.dim() != 1 or counts.shape != (2,) or {ids.dtype, counts.dtype} != {torch.int64}:
         raise EntryFault("layout", f"ids are {tuple(ids.shape)} of {ids.dtype}, counts {tuple(counts.shape)}")
@@ -174,7 +174,7 @@ def _counts(state: Mapping[str, Tensor]) -> tuple[int, int]:
 
 
 def _check_layers(cache: BlendState, state: Mapping[str, Tensor], tokens: int) -> None:
-    """Raise EntryFault for tensors that the layers of a cache, which holds one token, never give."""
+    """Raise EntryFault for tensors that are not like those of a cache's layers, which have one token now."""
     names = {"ids", "counts"}
     for index, layer in enumerate(cache.kv.all):
         expected = layer.state() if hasattr(layer, "state") else {}

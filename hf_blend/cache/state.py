@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""What one blend cache knows. The parts of a cache share it, and it knows none of them."""
+"""The state of one blend cache. The parts of a cache share it, and it refers to none of them."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,12 +37,12 @@ class BlendState:
         tokens: what is known of the tokens that are cached.
         pending: the prompts that the next forwards are expected to bring.
         history: the ids of the prompts that were built last, to which `generate` adds an answer.
-        author: the model as it was when it computed K and V; None while nobody has.
+        author: the model as it was when it computed K and V; None: nothing is computed.
         inexact_from: the first column whose K and V are not those of a full prefill; None: all are.
         healing: the second cache of `heal`, while it is not done.
         is_recording: assisted decoding has begun, whose steps bring several tokens.
-        is_prompt_open: what came may be the first part of a prompt, and no answer is behind it.
-        is_cut: a forward failed that may have moved on the state of a layer, which cannot be taken back.
+        is_prompt_open: the cached tokens may be the first part of a prompt: no answer is behind them.
+        is_cut: a forward failed after it may have advanced the state of a layer, which cannot be undone.
         check_ms: time in which the model was checked, until a report says it.
         loader: loads chunks in part, where the store does.
     """
@@ -94,9 +94,9 @@ class BlendState:
             self.healing = None
 
     def rollback_partial_forward(self) -> None:
-        """Take back what a forward left that ended between two layers.
+        """Remove the tokens of a forward that ended between two layers.
 
-        Raises ConfigError where a window or a state has moved on.
+        Raises ConfigError where a window or a state has advanced behind them.
         """
         if self.is_cut:
             raise ConfigError(

@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of a layer that runs for some rows only: their own part of what the model made for all tokens.
+"""The arguments of a layer that runs for some rows only: the rows' part of what the model made for all tokens.
 
-The mask is, for eager, an additive one; for sdpa the rows' `RowLines`, attended by blocks; for flex the model's own
-block mask, asked at the rows' columns. Flash attention has no mask that could say where scattered rows are, and takes
-their positions for those of packed sequences: layers with scattered rows go through sdpa, which is logged once.
+The mask is, for eager, an additive one; for sdpa the rows' `RowLines`, attended by blocks; for flex the model's
+block mask at the rows' columns. Flash attention has no mask that could say where scattered rows are, and reads
+their positions as those of packed sequences: layers with scattered rows go through sdpa, which is logged once.
 """
 
 import logging
@@ -38,7 +38,7 @@ class RowArguments:
         `layers` are those of the cache; `handing_on` are the numbers of `layers_handing_on`.
         """
         self._implementation = config._attn_implementation or "eager"
-        # the layer whose K and V each layer looks at: its own, or the last before it of its kind that has any
+        # the cache layer whose K and V each layer attends to: the last of its kind, up to itself, that has any
         self._sources: list[Any] = []
         last: dict[str, Any] = {}
         layer_types = getattr(config, "layer_types", None) or [""] * len(layers)

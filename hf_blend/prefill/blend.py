@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""One forward of the model in which stored KV takes the place of most tokens.
+"""One forward of the model in which most tokens have stored KV and are not computed.
 
     layer 0 … check-1   every token that has no exact KV is computed
     check layer         its K and V are computed for all of these and compared with the stored ones; tokens are
@@ -8,8 +8,9 @@
     deeper layers       only those are computed, against their own fresh K/V and the stored K/V of all others
     last layer          past its K/V only the rows whose output is expected
 
-What each layer does is known before the first. To look before paying, a layer is run until its K and V reach the cache
-and left there by a private exception; then it is run again for the selected rows. The layer's code is the model's own.
+What each layer does is known before the first. So that attention and MLP are computed for the selected rows only, the
+check layer is run until its K and V reach the cache, and left there by a private exception; then it is run again for
+these rows. The layer's code is the model's, unchanged.
 """
 
 import logging
@@ -70,7 +71,7 @@ class Prefill(LayerPass):
         self._kind.resume()
 
     def enter(self, index: int, call: LayerCall) -> None:
-        """Make a layer's arguments ready: only the active rows, with their own lines of the mask."""
+        """Make a layer's arguments ready: only the active rows, with their lines of the mask."""
         context, plan = self.context, self.context.plan
         table = self.begin_layer(index, call)
         context.realigner.tables.setdefault(index, table)
@@ -101,7 +102,7 @@ class Prefill(LayerPass):
         context.report._work.append(Work(index, False, self.columns, plan.reusable, plan.real, past))
 
     def update(self, index: int, keys: Tensor, values: Tensor) -> KV:
-        """Take K and V of the active rows, `[batch, kv_heads, rows, head_dim]`, and give back those of all tokens."""
+        """Write K and V of the active rows, `[batch, kv_heads, rows, head_dim]`, and return those of all tokens."""
         checks = () if self._is_narrowed else tuple(self._ratios)
         written = self.context.plan.real if self._rows is not None and self.context.plan.has_padding else None
         states = self.write_layer(index, keys, values, checks, written)
@@ -194,7 +195,7 @@ class Prefill(LayerPass):
         self._awaited = set(kind.parts)
         before = kind.snapshot(layer) if kind.has_hooks else None
         try:
-            call.layer.forward(call.hidden, **call.arguments)  # past its hooks
+            call.layer.forward(call.hidden, **call.arguments)  # not __call__: its hooks do not run again
         except StopForward:
             return
         finally:
@@ -207,7 +208,7 @@ class Prefill(LayerPass):
         )
 
     def _select(self, index: int, call: LayerCall, ratio: float) -> None:
-        """Let only the selected of the active rows go on, and those that are fresh in any case."""
+        """Continue with those of the active rows that are selected or have no stored KV."""
         plan = self.context.plan
         rows = self._rows or Rows.every(plan.real)
         computed = self._buffers.open.get(index) or self._kind.computed()

@@ -22,24 +22,24 @@ class StoredStates(Protocol):
     """Writes stored K and V where a prompt has them, and compares them with what the model computes."""
 
     def write(self, index: int, chunks: Sequence[PlacedChunk], *opened: Tensor) -> None:
-        """Write a layer of stored chunks into `[…, batch, kv_heads, tokens, head_dim]`, keys moved into place."""
+        """Write a layer of stored chunks into `[…, batch, kv_heads, tokens, head_dim]`, keys realigned."""
 
     def mismatches(self, layer: int, chunks: Sequence[PlacedChunk], *opened: Tensor) -> list[float]:
         """Give for each chunk how far what is stored is from what was computed, as a share of its size."""
 
 
 class AttentionListener(Protocol):
-    """Listens to what attention looks at in a forward, for a store."""
+    """Receives the attention of a forward, for a store."""
 
     def capture(self, index: int, module: nn.Module, rows: Rows | None, past: int) -> AttentionCapture | None:
-        """Take the attention of a layer; None where nothing is listened to there."""
+        """The capture of a layer's attention; None where the listener does not need it."""
 
     def finish(self) -> None:
         """Tell the store, at the end of the forward."""
 
 
 class PartialLoader(StoredStates, AttentionListener, Protocol):
-    """Loads of a stored chunk what attention looks at: it listens, loads and writes."""
+    """Loads those parts of stored chunks that attention selects: it listens, loads and writes."""
 
     def begin(self, index: int, rows: Rows | None, plan: Plan) -> None:
         """Find out what of a layer can be loaded in part; no rows: all tokens are computed."""

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""How important stored tokens are, noted for a store as a request runs.
+"""How important stored tokens are, recorded for a store while a request runs.
 
 In a few layers behind the last check layer the queries of the question's last rows meet the keys of the stored chunks,
 in the cache by then; the model's own attention follows. Nothing else is computed, and the device is asked once, at the
@@ -37,7 +37,7 @@ class ImportanceListener:
         self._chunks: dict[int, list[PlacedChunk]] = {}
         self._rows = ROWS
         for placed in self._plan.chunks:
-            # not the beginning of a prompt, which attention looks at in any case
+            # not the beginning of a prompt, an attention sink whatever its tokens are
             is_beginning = placed.exact and not self._past and not placed.chunk.key.chunk_prefix_ids
             if not is_beginning:
                 self._chunks.setdefault(placed.row, []).append(placed)
@@ -56,19 +56,19 @@ class ImportanceListener:
             self._layers = frozenset(deep[::-1][::step][:LAYERS])
 
     def capture(self, index: int, layer: nn.Module, *_: Any) -> AttentionCapture | None:
-        """Take a layer's attention: note what it looks at, then attend as the model would; None for other layers."""
+        """A capture of a layer's attention, which adds up scores and attends as the model does; None: no capture."""
         modules = LayerInfo.of(layer).attention if index in self._layers else ()
         if len(modules) != 1 or stock_function(modules[0].config._attn_implementation) is None:
             return None
 
-        def take(stock: AttentionFn, module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
-            self._note(query, key, kwargs.get("scaling") or query.shape[-1] ** -0.5)
+        def score(stock: AttentionFn, module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+            self._add_scores(query, key, kwargs.get("scaling") or query.shape[-1] ** -0.5)
             return stock(module, query, key, *args, **kwargs)
 
-        return AttentionCapture(layer, take)
+        return AttentionCapture(layer, score)
 
     @torch.no_grad()
-    def _note(self, query: Tensor, key: Tensor, scaling: float) -> None:
+    def _add_scores(self, query: Tensor, key: Tensor, scaling: float) -> None:
         count = min(self._rows, query.shape[2])
         for row, chunks in self._chunks.items():
             columns = [torch.arange(chunk.columns.start, chunk.columns.stop) for chunk in chunks]

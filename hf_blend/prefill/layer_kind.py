@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a layer of the cache keeps of each token, as hooks on its part of a prefill.
 
-A cache layer names its kind as the class attribute `prefill_kind`. A room whose layers keep something else than K
-and V subclasses `LayerKind`; the prefill itself knows these hooks only.
+A cache layer names its kind as the class attribute `prefill_kind`. For layers that keep something else than
+K and V there are subclasses of `LayerKind`; the prefill itself knows these hooks only.
 """
 
 from collections.abc import Sequence
@@ -43,24 +43,24 @@ class RunningPrefill(Protocol):
         """Refuse chunks whose stored states at layer 0 are not what this model computes for these tokens here."""
 
     def stop_when_ready(self, name: str) -> None:
-        """Stop a look into a layer when the last of the states that it waits for has come."""
+        """End a partial run of a layer when the last of the `parts` that it waits for has come."""
 
 
 class LayerKind:
     """A layer that hands K and V of each token to the cache."""
 
     has_hooks = False  # whether a prefill calls the methods: a kind that overrides one has hooks
-    has_keys = True  # False: it keeps no K and V of its own
+    has_keys = True  # False: it keeps no K and V
     has_states = True  # False: it keeps nothing at all
     attends = True  # False: it has no attention
     compares_keys = True  # False: at layer 0 it checks what is stored by something else
-    # known when a look into the layer ends, see `RunningPrefill.stop_when_ready`
+    # what a partial run of the layer waits for, see `RunningPrefill.stop_when_ready`
     parts: frozenset[str] = frozenset({"keys"})
 
     def __init_subclass__(cls) -> None:
         """Find out whether a prefill has anything to call."""
-        own = (name for name, member in vars(cls).items() if callable(member))
-        cls.has_hooks = cls.has_hooks or not vars(LayerKind).keys().isdisjoint(own)
+        methods = (name for name, member in vars(cls).items() if callable(member))
+        cls.has_hooks = cls.has_hooks or not vars(LayerKind).keys().isdisjoint(methods)
 
     def enter(self, prefill: RunningPrefill, index: int, call: LayerCall, table: Table | None) -> Table | None:
         """Begin a layer with the arguments that the model gave it, and the rotary table among them.
@@ -73,15 +73,15 @@ class LayerKind:
         """The layer runs for these rows; `call` has their arguments."""
 
     def computed(self) -> KV | None:
-        """What stands for K and V in a layer without them, of all new tokens, `[batch, 1, tokens, width]` each."""
+        """What a layer without K and V keeps in their stead, of all new tokens, `[batch, 1, tokens, width]` each."""
         return None
 
     def snapshot(self, layer: Any) -> Any:
-        """What a look into the layer would change beside K and V."""
+        """What a partial run of the layer would change beside K and V."""
         return None
 
     def restore(self, layer: Any, snapshot: Any) -> None:
-        """Take back what a look has changed."""
+        """Undo what a partial run has changed."""
 
     def pause(self) -> None:
         """Another forward of the model begins while this layer runs."""
@@ -94,7 +94,7 @@ class LayerKind:
 
 
 class StatelessKind(LayerKind):
-    """A layer that keeps nothing: it has no attention, or looks at the K and V of another layer."""
+    """A layer that keeps nothing: it has no attention, or attends to the K and V of another layer."""
 
     has_keys = has_states = False
     parts = frozenset[str]()

@@ -26,8 +26,8 @@ class LayerPass:
     Attributes:
         context: what it works on.
         width: new columns.
-        past: tokens in the cache before the new ones; for layers that scale their queries by positions which they
-            count themselves, what added to `arange(rows)` gives the positions of the rows, `[rows]`.
+        past: tokens in the cache before the new ones. For layers that count positions themselves, to scale their
+            queries by them, it is a tensor `[rows]`: added to `arange(rows)` it gives the positions of the rows.
     """
 
     def __init__(self, context: PrefillContext, layers: Sequence[Any], stored: StoredStates) -> None:
@@ -52,7 +52,7 @@ class LayerPass:
         self._row_axis: int | None = None  # of the hidden states, behind the axis of the batch
         self._kind = LayerKind()  # of the layer that runs
         self._model_mask: Any = None  # of all tokens, as that layer was given it
-        self._awaited: set[str] | None = None  # what a look into the layer still waits for; None: it runs to its end
+        self._awaited: set[str] | None = None  # what a partial run of the layer waits for; None: it runs to its end
         self._capture: AttentionCapture | None = None  # of the layer that runs
 
     @property
@@ -61,7 +61,7 @@ class LayerPass:
         return None if self._rows is None else self._rows.columns
 
     def begin_layer(self, index: int, call: LayerCall) -> Table | None:
-        """Note what a layer was given; returns its rotary table of the new tokens."""
+        """Record the arguments of a layer; returns its rotary table of the new tokens."""
         if self._buffers.settles:
             self._buffers.settle(index)
         self.remove_hooks()
@@ -101,13 +101,13 @@ class LayerPass:
         return states
 
     def update_indexer(self, index: int, keys: Tensor) -> Tensor:
-        """Take an indexer's keys of the rows, `[batch, rows, width]`, and give back those of all tokens."""
+        """Write an indexer's keys of the rows, `[batch, rows, width]`, and return those of all tokens."""
         all_keys: Tensor = self._kind.update_indexer(self, index, keys, self._rows)  # type: ignore[attr-defined]
         self.stop_when_ready("indexer")
         return all_keys
 
     def remove_hooks(self) -> None:
-        """Take the hooks out of the layer that runs and of its attention."""
+        """Remove the hooks from the layer that runs and from its attention."""
         if self._kind.has_hooks:
             self._kind.leave()
         if self._capture is not None:
@@ -130,7 +130,7 @@ class LayerPass:
         return self._layers[index]
 
     def stop_when_ready(self, name: str) -> None:
-        """Stop a look into a layer when the last of the states that it waits for has come."""
+        """End a partial run of a layer when the last of the `parts` that it waits for has come."""
         if self._awaited is not None:
             self._awaited.discard(name)
             if not self._awaited:

@@ -3,7 +3,7 @@
 """What a model's KV looks like: heads, widths, dtypes and rotary tables of each layer.
 
 Stored chunks are compared with it before they are used. It is read off a forward of a few tokens, not off the config:
-what a layer keeps is its own affair (latent attention, sixteen bits, keys of another width than values).
+a layer decides itself what it keeps (latent attention, sixteen bits, keys of another width than values).
 """
 
 from torch import nn

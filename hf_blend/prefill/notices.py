@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a user should hear of a prompt and a store that do not fit each other."""
+"""Warnings of a prompt and a store that do not fit each other."""
 
 import logging
 import reprlib
@@ -71,7 +71,7 @@ def too_small(kept_ratio: float) -> str:
 
 
 def other_author(cached: int, computed: int) -> str:
-    """Say how many of the tokens that were held are computed again; empty where none is."""
+    """Say how many of the cached tokens are computed again; empty where none is."""
     if computed <= 0:
         return ""
     return (

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""What attention looks at in a probe, told to a selector."""
+"""The attention of a probe, passed on to a selector."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,12 +15,12 @@ from ..selectors.base import Receive
 
 
 class AttentionObserver:
-    """Stands in the place of each layer's attention: tells what is looked at, and attends."""
+    """Replaces each layer's attention function: passes the weights on to a selector, and attends."""
 
     def __init__(self, receive: Receive, layers: Sequence[int] | None = None, rows: int | None = None) -> None:
         """Prepare to listen to some layers; None to all.
 
-        A probe that listens computes no more than `rows` of the question's rows; the others are looked at by none.
+        A probe that listens computes no more than `rows` of the question's rows; no row attends to the others.
         """
         self._receive = receive
         self._layers = layers
@@ -30,11 +30,11 @@ class AttentionObserver:
         self._masks: list[tuple[Any, Tensor, int, Tensor]] = []  # mask, columns, keys, and what is seen then
 
     def takes(self, index: int) -> bool:
-        """Whether a layer's attention is taken; the others attend as they do without a listener."""
+        """Whether a layer's attention is taken; the others attend by their stock function."""
         return self._layers is None or self.computed is not None or index in self._layers
 
     def take(self, index: int, attended: Attention) -> tuple[Tensor, None]:
-        """Tell of a layer, then give what its attention gives, `[batch, rows, heads, value_dim]`."""
+        """Pass a layer's weights on, then return what its attention returns, `[batch, rows, heads, value_dim]`."""
         is_heard = self._layers is None or index in self._layers
         is_last = index == self.last
         # What the layer does in any case is not charged again; in the last one nothing follows

@@ -160,7 +160,7 @@ class Plan:
         return active
 
     def token_table(self) -> Tensor:
-        """`[3, batch, tokens]`: number of the chunk, place in it, its length; -1: cannot be chosen."""
+        """`[3, batch, tokens]`: number of the chunk, index in it, its length; -1: cannot be selected."""
         if self._table is not None:
             return self._table
         table = np.full((3, *self.real.shape), -1, dtype=np.int64)

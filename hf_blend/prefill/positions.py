@@ -1,11 +1,11 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where a forward puts its tokens, and which of them are as far from each other as in a stored chunk.
+"""The positions of a forward's tokens, and which of them are as far from each other as in a stored chunk.
 
-The tokens of a stored chunk were computed one position apart. Where they are so in a prompt, the chunk is moved there;
-where all tokens before it are so too, it may be exact. With a gap, a stride or another order inside, its tokens look
-at each other from other distances: above layer 0 nothing of it is what is stored, and no rotation of its keys mends
-that. Such a chunk is computed, like one that padding divides.
+The tokens of a stored chunk were computed one position apart. Where they are so in a prompt, its keys are rotated to
+their new positions; where all tokens before it are so too, it may be exact. With a gap, a stride or another order
+inside, its tokens attend to each other over other distances: above layer 0 its K and V are not the stored ones, and no
+rotation of keys corrects that. Such a chunk is computed, like one that padding divides.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class PositionRun(NamedTuple):
-    """The last tokens of a prompt that came, as far back as each is one position behind the one before it."""
+    """The longest run at the end of a prompt's tokens so far in which each is one position behind the one before."""
 
     start: int  # the number of the first of them in the prompt
     last: np.ndarray  # the column of the last of them, then its positions, `[1 + axes]`

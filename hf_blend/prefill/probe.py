@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A probe: a pass of the question alone over the stored KV, before anything is recomputed.
 
-It writes to layers of its own, which are copies of the cache's before the forward, and ends behind the last layer
+It writes to copies of the cache's layers as they were before the forward, and ends behind the last layer
 whose attention is asked for.
 """
 
@@ -27,10 +27,10 @@ from .rows import Rows
 
 
 class ProbePass(LayerPass):
-    """The rows of the question, which look at all that is stored."""
+    """The rows of the question, which attend to all that is stored."""
 
     def __init__(self, context: PrefillContext, layers: Sequence[Any], observer: AttentionObserver) -> None:
-        """Prepare to tell an observer what the question looks at."""
+        """Prepare to pass the question's attention on to an observer."""
         super().__init__(context, layers, context.realigner)
         self._observer = observer
         self._report = BlendReport(_costs=context.report._costs)
@@ -59,15 +59,15 @@ class ProbePass(LayerPass):
         self._report._work.append(Work(index, is_last, self.columns, plan.reusable, plan.real, past))
 
     def update(self, index: int, keys: Tensor, values: Tensor) -> KV:
-        """Take K and V of the rows, `[batch, kv_heads, rows, head_dim]`, and give back those of all tokens."""
+        """Write K and V of the rows, `[batch, kv_heads, rows, head_dim]`, and return those of all tokens."""
         self.write_layer(index, keys, values, (), self._written)
         return self._layers[index].keys, self._layers[index].values
 
     def end(self) -> None:
-        """Take the hooks out, and charge the forward for what the probe computed."""
+        """Remove the hooks, and charge the forward for what the probe computed."""
         self.remove_hooks()
         report = self._report
-        self.context.report.charge(lambda: report.flops)  # without this object, which holds the cache
+        self.context.report.charge(lambda: report.flops)  # a reference to this object would keep the cache alive
 
     def _choose_rows(self, device: torch.device) -> None:
         """Compute what is fresh, or as many rows of the question as the observer asks for."""

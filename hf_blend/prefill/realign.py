@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Stored KV at its columns in a prompt: keys moved to their new positions, always from the stored original.
+"""Stored KV at its columns in a prompt: keys rotated to their new positions, always from the stored original.
 
 All chunks of a forward are moved together: their tokens side by side are one tensor, rotated by one composed table. So
 a layer costs the host the same few kernels, however many chunks there are; small layers are written several at a time.
@@ -45,7 +45,7 @@ class Placement:
 
     @classmethod
     def of(cls, chunks: tuple[PlacedChunk, ...], device: torch.device) -> "Placement":
-        """Place some chunks, without asking the device."""
+        """Find the columns of some chunks, without asking the device."""
         # Their columns
         row = chunks[0].row
         is_one_row = all(chunk.row == row for chunk in chunks)

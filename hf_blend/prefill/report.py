@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a request cost: the one honest meter."""
+"""What a request cost: tokens, FLOPs and times."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -59,21 +59,21 @@ class BlendReport:
     Attributes:
         nominal_ratio: share of the reusable tokens that was asked for, the mean over layers.
         prompt_tokens: tokens of the prompt without padding, all rows of a batch.
-        reusable_tokens: those with stored KV that is not exact, among which is chosen.
+        reusable_tokens: those with stored KV that is not exact, from which some are selected to be recomputed.
         exact_tokens: those with stored KV that is a full prefill's.
         healed_tokens: those that `BlendCache.heal` made exact since.
         computed_chunks: missing chunks that were computed and stored.
         loaded_chunks: chunks from the store.
         refused_chunks: chunks whose stored KV was not that of their tokens; these are computed.
         realign_ms: host time for moving stored KV.
-        select_ms: host time for scoring and choosing.
+        select_ms: host time for scoring and selecting.
         compute_ms: host time for computing missing chunks.
         store_ms: host time for storing them.
         check_ms: host time for comparing the model with the one that stored, and for the self-test of a new one.
         past_tokens: tokens in the cache before this prefill.
         seam_tokens: tokens at chunks' edges that the tokenizer made otherwise in this prompt; computed.
         partial: where chunks are loaded in part: layers, loaded bytes, all bytes.
-        sparse: where steps look at some blocks: the figures of `SparseMetrics`.
+        sparse: where decoding attends to some blocks only: the figures of `SparseMetrics`.
         advice: what the store's controller decided.
         recipe: where selector and ratio are from: the caller, the store, or the default.
         notice: what else to know, such as that the chunks were stored with another tokenizer.
@@ -108,9 +108,9 @@ class BlendReport:
     _work: list[Work] = field(default_factory=list, repr=False)
 
     def __copy__(self) -> "BlendReport":
-        """The figures as they are now; what is noted later is noted in one of the two."""
-        own: Any = {name: [*value] if isinstance(value, list) else value for name, value in vars(self).items()}
-        return BlendReport(**own)
+        """The figures as they are now; what is added later is added to one of the two."""
+        figures: Any = {name: [*value] if isinstance(value, list) else value for name, value in vars(self).items()}
+        return BlendReport(**figures)
 
     def add(self, figures: Mapping[str, float]) -> None:
         """Add to figures by their names."""
@@ -118,12 +118,12 @@ class BlendReport:
             setattr(self, name, getattr(self, name) + figure)
 
     def charge(self, flops: Charge) -> None:
-        """Note work of choosing that is no layer's own; a tensor is read when a figure is asked for."""
+        """Add FLOPs of selecting that no layer spends; a tensor is read when a figure is asked for."""
         self._charges.append(flops)
 
     @property
     def scoring_flops(self) -> float:
-        """FLOPs spent to choose and to correct beside the layers' own work: attention scores, probes, shifts."""
+        """FLOPs spent to choose and to correct beside the work of the layers: attention scores, probes, shifts."""
         return sum(float(flops() if callable(flops) else flops) for flops in self._charges)
 
     @property
@@ -175,7 +175,7 @@ class BlendReport:
 
     @staticmethod
     def _columns(work: Work, tokens: Tensor) -> Tensor:
-        """How many tokens stand before each token, in its row and in the cache."""
+        """How many tokens are before each token, in its row and in the cache."""
         return tokens.nonzero()[:, 1] + work.past
 
     def to_dict(self) -> dict[str, Any]:

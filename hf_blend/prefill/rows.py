@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens still flow through the layers: a sorted set of columns per batch entry, made smaller on the way."""
+"""Which tokens are still computed: a sorted set of columns per batch entry, which shrinks from layer to layer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from ..model.anatomy import gather_rows
 
 @dataclass
 class Rows:
-    """The rows of the hidden states, by the columns at which they stand.
+    """The rows of the hidden states, by their columns in the prompt.
 
     Batch entries with fewer rows than others repeat their first one: it is computed twice to the same result, and the
     outcome of an entry does not depend on its neighbours.
@@ -56,7 +56,7 @@ class Rows:
 
     @classmethod
     def every(cls, grid: Tensor) -> "Rows":
-        """All places of a `[batch, places]` grid."""
+        """All columns of a `[batch, columns]` grid."""
         columns = torch.arange(grid.shape[1], device=grid.device).expand(grid.shape[0], -1)
         return cls(columns, None, (grid.shape[1],) * grid.shape[0], is_all=True)
 
@@ -111,17 +111,17 @@ class Rows:
                 into.scatter_(2, columns[:, None, :, None].expand_as(new), new)
 
     def behind(self, table: Tensor, tokens: int) -> Tensor:
-        """Put the rows' own part of a table, `[batch or 1, past + tokens, width]`, behind it, where layers look."""
+        """Append the rows' part of a table, `[batch or 1, past + tokens, width]`, to it: layers read its last rows."""
         own = gather_rows(table[:, -tokens:], self.columns)
         return torch.cat((table.expand(own.shape[0], -1, -1), own), dim=1)
 
 
 def highest(scores: Tensor, eligible: Tensor, counts: Sequence[int]) -> Tensor:
-    """Mark the highest of the eligible scores of each batch entry, `[batch, places]`, the earlier of equal ones."""
+    """Mark the highest of the eligible scores of each batch entry, `[batch, rows]`; of equal ones the earlier."""
     marks = torch.zeros_like(eligible)
     if not any(counts):
         return marks
-    lowest = torch.finfo(torch.float32).min  # above what is not eligible: that may never take the place of what is
+    lowest = torch.finfo(torch.float32).min  # still above -inf, the score of what is not eligible
     scores = scores.float().nan_to_num(nan=lowest, neginf=lowest)
     scores = torch.where(eligible, scores, float("-inf"))
     order = torch.argsort(scores, dim=1, descending=True, stable=True)[:, : max(counts)]

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The step "select": when tokens are selected, what the selector sees of them, and which it gets."""
+"""The step "select": at which layers tokens are selected, what the selector sees of them, and which are selected."""
 
 import time
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ class TokenSelection:
         return before, later
 
     def select(self, index: int, rows: Rows, fresh: KV | None, ratio: float) -> tuple[Tensor, list[int]]:
-        """Mark the tokens that are computed from a layer on, `[batch, rows]`; gives how many in each entry, too."""
+        """Mark the tokens that are computed from a layer on, `[batch, rows]`; also returns how many of each entry."""
         began_s, context = time.perf_counter(), self.context
         counts = [context.selector.count(ratio, tokens) for tokens in context.plan.stored_counts]
         view = self._view(index, rows, fresh if self.first_scores is None else None)

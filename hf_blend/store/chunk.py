@@ -106,7 +106,7 @@ class StackedLayers(Sequence[KV]):
 class ChunkKV:
     """The keys and values of one chunk computed alone behind its chunk prefix, which is cut off.
 
-    The tensors are shared with whoever asked for the chunk: never write to them.
+    The tensors are shared by all that fetched the chunk: never write to them.
     """
 
     key: ChunkKey
@@ -182,7 +182,7 @@ class ChunkKV:
             if tensor.ndim != axes or tensor.shape[tokens_axis] != self.tokens:
                 raise StoreError(
                     f"{name} of chunk {self.key.digest} has shape {tuple(tensor.shape)}, expected {axes} axes with "
-                    f"{self.tokens} tokens on axis {tokens_axis}. Capture the chunk again, without the sink."
+                    f"{self.tokens} tokens on axis {tokens_axis}. Capture the chunk again, without the chunk prefix."
                 )
             if not tensor.is_floating_point() or not has_usable_values(tensor):
                 raise StoreError(

@@ -89,7 +89,7 @@ def hashes(ids: np.ndarray, width: int) -> np.ndarray:
 def window_of(ids: np.ndarray) -> int | None:
     """Give the offset of the window by which a chunk is recognised.
 
-    None where there are too few tokens, or where it repeats so few that it would be seen everywhere.
+    None where there are too few tokens, or so few different ones in it that it would be found everywhere.
     """
     offset = max(0, min(EDGE_TOKENS, (len(ids) - WINDOW) // 2))
     window = ids[offset : offset + WINDOW]
@@ -119,7 +119,7 @@ def _agreement(left_ids: bytes, other: bytes, from_end: bool = False) -> int:
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
-    """Lay token ids side by side, 4 bytes each, so that comparing chunks is comparing bytes."""
+    """Token ids as bytes, 4 each, so that comparing chunks is comparing bytes."""
     return array("i", token_ids).tobytes()
 
 

@@ -6,7 +6,7 @@ The entry holds, in this order: token ids, the ids of the chunk prefix, the rota
 after the other, so that a layer is one read. The header names the codec of the states, and their dtype where it packs
 them into another one: `raw`, or `int8:BF16`.
 
-Verified are, each for what no other sees: the seal of the header (damage, before anything is parsed), its canonical
+Each check finds what no other can: the seal of the header (damage, before anything is parsed), its canonical
 form (no second reading of what it says), the ids and the fingerprint (the chunk that was asked for), the layout (the
 model that asks), and the digest of each tensor (its bytes).
 """

@@ -340,7 +340,7 @@ class ChunkIndex:
         """Forget what was read of the log."""
         self._identity = None
         self._read_bytes = 0
-        self._kept = 0  # rows of chunks that were there when the log was read, or held against a listing
+        self._kept = 0  # rows of chunks that were there when the log was read, or last compared with a listing
         self._ids = bytearray()  # of a log in memory
         self._rows: np.ndarray[Any, Any] = np.empty(0, _ROW)
         self._is_there: np.ndarray[Any, Any] = np.empty(0, bool)  # the chunks of rows, as far as is known
@@ -351,7 +351,7 @@ class ChunkIndex:
         self._windows: set[tuple[int, bool]] = set()  # widths, and whether chunks are found by them only as a whole
 
     def _insert(self, rows: np.ndarray) -> None:
-        """Take rows into the index."""
+        """Add rows to the index."""
         if not len(rows):
             return
         first = len(self._rows)

@@ -58,7 +58,7 @@ class MemoryCache:
         return digest in self._cached
 
     def put(self, chunk: ChunkKV) -> ChunkKV:
-        """Take a chunk, and let others go until it fits; gives it as it is kept."""
+        """Keep a chunk, and evict others until it fits; returns it as it is kept."""
         if not self.cap_bytes:
             return chunk
         digest = chunk.key.digest
@@ -105,7 +105,7 @@ def default_memory_bytes() -> int:
 
 
 def available_bytes(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Say what the machine has left, or less: what the container or unit leaves to this process."""
+    """How much memory is free: of the machine, or of the container or unit of this process where that is less."""
     import psutil
 
     used = psutil.Process().memory_info().rss

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Four bits for each value, two values in a byte: shared by the codec int4 and by caches that hold K and V so."""
+"""Four bits for each value, two values in a byte: shared by the codec int4 and by caches that keep K and V so."""
 
 import torch
 from torch import Tensor

@@ -81,8 +81,8 @@ class Store:
     """KV of chunks, by the key that says what they were computed from; threads may share it, forked processes not.
 
     Chunks are ready to use in `memory`, and behind it in `tiers` that keep bytes, the nearest first. A fault never
-    leaves here: it is a miss, counted, and warned of once a minute. A chunk that comes from a farther tier is taken
-    into memory, and the bytes that were verified are written to the nearer ones. A chunk that is put goes to every
+    leaves here: it is a miss, counted, and warned of once a minute. A chunk that comes from a farther tier is kept
+    in memory, and the bytes that were verified are written to the nearer ones. A chunk that is put goes to every
     tier, and is there when `put` returns.
 
     On disk a store is one folder:
@@ -119,7 +119,7 @@ class Store:
         self._deletions = 0
         self._pid = os.getpid()
         self._is_listed = False
-        self._learned_s: dict[str, float] = {}  # when a tier on another machine was listed whose entries are all known
+        self._listed_s: dict[str, float] = {}  # when a tier on another machine was listed whose entries are all known
         for tier in self.tiers:
             self.counts.count("removed", "orphans", tier.remove_orphans())
 
@@ -138,7 +138,7 @@ class Store:
         Args:
             key: which chunk.
             layout: of the model that will use it (`hf_blend.prefill.layout.layout_of`); a chunk of another shape or
-                dtype is a miss. None takes the entry at its word.
+                dtype is a miss. None accepts any.
 
         Returns:
             The chunk exactly as it was stored, or None. A fault is counted, never raised.
@@ -207,7 +207,7 @@ class Store:
         return self.promote(chunk, entry)
 
     def promote(self, chunk: ChunkKV, entry: OpenEntry) -> ChunkKV:
-        """Take a chunk that was read and verified into memory, and write its bytes to the nearer tiers."""
+        """Keep a chunk that was read and verified in memory, and write its bytes to the nearer tiers."""
         if self._deletions != entry.deletions:
             return chunk
         content = entry.content
@@ -226,7 +226,7 @@ class Store:
             self.counts.warn(tier.name, f"the {tier.name} tier cannot be read now, chunks are computed again: {fault}")
         else:
             self.counts.warn(key.digest, f"stored chunk {key.digest} is not used and will be computed again: {fault}")
-        if isinstance(fault, EntryFault) and (fault.corrupt or reason == "kind"):  # one of our kind takes its name
+        if isinstance(fault, EntryFault) and (fault.corrupt or reason == "kind"):  # our kind needs its name
             self._discard(tier, self.name(key.digest))
         return reason
 
@@ -329,7 +329,7 @@ class Store:
 
         Args:
             fingerprint: of the model.
-            chunk_prefix_ids: tokens that stood before the chunks when they were computed.
+            chunk_prefix_ids: the tokens before the chunks when they were computed.
             token_ids: for example a whole prompt.
 
         Returns:
@@ -375,7 +375,7 @@ class Store:
                     return tier.name
         return None
 
-    # Looking after what is stored
+    # Administration
 
     def entries(self) -> Iterator[EntryInfo]:
         """Walk over what is stored in this namespace, in the order of digests."""
@@ -489,7 +489,7 @@ class Store:
         return [other for other in self.tiers[: self.tiers.index(tier)] if other.is_local]
 
     def _cache(self, chunk: ChunkKV) -> ChunkKV:
-        """Take a chunk into memory where there is room for it; gives it as it is there."""
+        """Keep a chunk in memory where there is room for it; returns it as it is kept."""
         if not self.memory.cap_bytes:
             return chunk
         try:
@@ -547,7 +547,7 @@ class Store:
         return removed
 
     def _discard(self, tier: Tier, name: str) -> bool:
-        """Remove a damaged entry. A good one that came in its place meanwhile is computed again."""
+        """Remove a damaged entry. If another process has replaced it by a good one, that is computed again."""
         removed = False
         with contextlib.suppress(OSError):
             removed = self._delete(tier, name)
@@ -597,11 +597,11 @@ class Store:
                 continue
             try:
                 listed_s = 0.0 if tier.is_local else tier.changed_s(f"{self._space}/")
-                if is_listed and not thorough and self._learned_s.get(tier.name) == listed_s:
+                if is_listed and not thorough and self._listed_s.get(tier.name) == listed_s:
                     continue
                 names[tier.name] = list(tier.names(f"{self._space}/"))
-                if self._learn(tier, names[tier.name], math.inf if tier.is_local or thorough else _LEARN_S):
-                    self._learned_s[tier.name] = listed_s
+                if self._list_unknown(tier, names[tier.name], math.inf if tier.is_local or thorough else _LEARN_S):
+                    self._listed_s[tier.name] = listed_s
             except OSError as error:
                 is_whole = False
                 logger.info("the %s tier cannot be listed now (%s)", tier.name, error)
@@ -617,8 +617,8 @@ class Store:
     def _changed_s(self) -> float:
         return max((tier.changed_s(f"{self._space}/") for tier in self.tiers if tier.is_local), default=0.0)
 
-    def _learn(self, tier: Tier, names: list[str], most_s: float) -> bool:
-        """Read which chunks entries hold that are not known, and list them; those that cannot be read are not.
+    def _list_unknown(self, tier: Tier, names: list[str], most_s: float) -> bool:
+        """Add entries to the index whose chunks are not known, from their headers; skip those that cannot be read.
 
         False if the time was over before all were read.
         """

@@ -3,9 +3,9 @@
 """A chunk whose layers come one by one: each is verified when it is read, and waited for when it is used.
 
 The pipeline of a request reads layers ahead of their use, by `fetch_kv`. A layer that nobody reads ahead is read when
-it is used. A layer that is damaged, missing or late is no reason to begin the request again: who uses the chunk asks
-for each layer by `load`, which computes the chunk alone once more, as it was when it was stored. Its layers take the
-place of those that have not come; the layers that were used already are the same.
+it is used. A layer that is damaged, missing or late does not end the request: a chunk is used layer by layer through
+`load`, which after a fault computes the chunk alone once more, as it was computed for the store. These layers replace
+those that have not come, and equal those that were used already.
 """
 
 import threading

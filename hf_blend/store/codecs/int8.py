@@ -21,7 +21,7 @@ from .base import Codec, Part
 __all__ = ["Int8"]
 
 _LARGEST = 127
-_REDUCED = {"k": 1, "v": 2, "p": 1}  # the axis of `[kv_heads, tokens, head_dim]` over which a scale holds
+_REDUCED = {"k": 1, "v": 2, "p": 1}  # the axis of `[kv_heads, tokens, head_dim]` that shares a scale
 
 
 class Int8(Codec):
@@ -44,7 +44,7 @@ class Int8(Codec):
         steps, scale = packed[""], packed[".scale"]
         axis = _REDUCED[kind]
         if steps.dtype != torch.int8 or scale.dtype != torch.float32:
-            raise StoreError(f"steps are {steps.dtype} and scales {scale.dtype}, wanted int8 and float32.")
+            raise StoreError(f"steps are {steps.dtype} and scales {scale.dtype}, expected int8 and float32.")
         if tuple(scale.shape) != (steps.shape[0], steps.shape[3 - axis]):
             raise StoreError(f"scales {tuple(scale.shape)} do not fit steps {tuple(steps.shape)}.")
         return (steps.float() * scale.unsqueeze(axis)).to(dtype)
