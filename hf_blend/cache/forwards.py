@@ -248,9 +248,7 @@ class BlendedForward:
         suspended = []
         for layer, snapshot in zip(kv.of_tokens, self._snapshots, strict=True):
             suspended.append(layer.suspend(snapshot, past))
-        self.prefill = probe = prefill.begin_probe(
-            AttentionObserver(receive, layers, rows), kv.spare(self._snapshots)
-        )
+        self.prefill = probe = prefill.begin_probe(AttentionObserver(receive, layers, rows), kv.spare(self._snapshots))
         try:
             with self._hooks.inside():
                 run_probe(self._state.model, self._cache, prefill.context)
