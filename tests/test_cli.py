@@ -158,12 +158,9 @@ def test_show_gives_terminal_table_with_units(run, filled, monkeypatch):
     ("name", "value", "text"),
     [
         ("read_bytes", 3_140_000, "3.14 MB"),
-        ("nbytes", 5e15, "5e+03 TB"),
         ("load_ms", 1234.56, "1,234.6 ms"),
         ("recompute_ratio", 0.15, "15.0%"),
-        ("digest", "ab" * 32, "abababababab"),
         ("tokens", 12345, "12,345"),
-        ("exact", True, "yes"),
     ],
 )
 def test_humanise_takes_unit_from_name(name, value, text):

@@ -144,7 +144,6 @@ PARAGRAPHS = [" ".join(SENTENCES[start : start + 4]) for start in range(0, 60, 4
 PROSE = "\n\n".join(PARAGRAPHS)
 LARGE = {
     "prose": PROSE * 3,
-    "characters without punctuation": "".join(chr(0x4E00 + at * 37 % 20_000) for at in range(4_000)),
     "lines": "\n".join(SENTENCES * 3),
     "marks": "a" + "\u0301" * 4_000,
     "white space": f"{' ' * 200_000}end",

@@ -56,7 +56,6 @@ def test_one_text_in_place_of_list_of_answers_is_error_and_not_score_of_its_lett
     ("prediction", "answer", "f1"),
     [
         ("the cat sat.", "Cat", 2 / 3),  # {cat, sat} and {cat}
-        ("b b b", "b", 1 / 2),  # a multiset: three said, one right
         ("The", "A", 1.0),  # two empty sides
         ("Band", "The", 0.0),
     ],
@@ -71,7 +70,6 @@ def test_word_f1_by_hand(prediction, answer, f1):
         ("The aab", "ab", 4 / 5),
         ("Norway", "Norway", 1 / 2),  # counts as "no": n and o of norway
         (" No, both", "no", 1.0),  # this rule looks at the first word
-        ("a1", "a2", 1 / 2),  # BOS would make it 2/3, cutting a token 0
     ],
 )
 def test_published_subword_f1_by_hand_its_faults_included(prediction, answer, f1):
@@ -82,12 +80,9 @@ def test_published_subword_f1_by_hand_its_faults_included(prediction, answer, f1
     ("name", "prediction", "answer", "right"),
     [
         ("containment", "The answer is: Radio-City,\nin New York.", "the radiocity", 1),
-        ("containment", "It was in New\n\nYork.", "New York", 1),
         ("containment", "Norway", "No", 0),
         ("exact-match", "an  on-stage\tdeath!", "ONSTAGE death", 1),  # punctuation goes, nothing stands in its place
         ("exact-match", "Niksic", "Nikšić", 0),  # accents stay
-        ("exact-match", "Theatre", "atre", 0),  # an article is a whole word
-        ("exact-match", " \n Paris \n\nLyon", "Paris", 1),
     ],
 )
 def test_containment_and_exact_match_by_hand(name, prediction, answer, right):

@@ -118,7 +118,6 @@ ONE = torch.ones(1)
     [
         ({"input_ids": ONE, "attention_mask": ONE, "use_cache": True, "logits_to_keep": 1}, ()),
         ({"mm_encoder_outputs": {"image": [ONE]}}, ("mm_encoder_outputs",)),
-        ({"mm_token_type_ids": torch.ones(2)}, ("mm_token_type_ids",)),
         ({"tokenizer": object(), "stop_strings": ["."], "custom": [1]}, ()),  # of `generate`
     ],
 )

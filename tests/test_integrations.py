@@ -121,7 +121,6 @@ def test_answer_stops_computing_when_its_stream_is_closed(answerer):
         ([SYSTEM], DOCUMENTS, {}, PromptError, "expected one of the role user"),
         ([{"role": "user", "content": [IMAGE]}], (), {}, PromptError, "the part .*image.* is no text"),
         (ASKED, (), {"stops": [""]}, ConfigError, "none of them empty"),
-        (ASKED, (), {"num_beams": 4}, ConfigError, "generate failed with .*num_beams"),
     ],
 )
 def test_answerer_refuses_by_name(answerer, messages, documents, settings, error, words):

@@ -54,9 +54,8 @@ def test_row_lines_without_mask_are_causal_at_each_column(past, batch):
     rows = scattered(batch, 9, 30)
     mask = row_lines(None, rows, past, 30 + past).plain()
     assert mask.dtype == torch.bool
-    for entry, columns in enumerate(rows):
-        for line, column in enumerate(columns):
-            assert mask[entry, 0, line].nonzero().flatten().tolist() == list(range(int(column) + past + 1))
+    visible = torch.arange(30 + past) <= rows[..., None] + past
+    assert torch.equal(mask[:, 0], visible)
 
 
 @pytest.mark.parametrize("mask_batch", [1, 3])
@@ -130,8 +129,6 @@ def test_attend_cuts_any_columns_into_blocks_of_any_size(kept, group, step, kept
     query, key, value = attention_inputs(batch, len(columns), 64, kv_heads=4 // group)
     expected = scaled_dot_product_attention(query, key, value, dense, enable_gqa=True)
     made = [row_masks.MadeLines(dense), LocalLines(columns.expand(batch, -1), 64)]
-    if batch == 1:
-        made.append(LocalLines(columns[None], 64, numbers=columns.tolist))
     for lines in made:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(row_masks, "BLOCK_ROWS", (step, step))

@@ -38,26 +38,19 @@ def length_of_copy(one):
 
 # the arguments of each call, by method; a property is read
 CALLS = {
-    "activate_past_recording": [()],
+    **dict.fromkeys(["activate_past_recording", "reset"], ((),)),
+    **dict.fromkeys(["get_conv_state", "get_recurrent_state", "is_recording_past", "offload", "prefetch"], ((0,),)),
+    **dict.fromkeys(["update_conv_state", "update_indexer", "update_recurrent_state"], ((STATE, 0),)),
     "batch_repeat_interleave": [(2,)],
     "batch_select_indices": [([0],), (torch.tensor([True]),)],
     "crop": [(0,), (-60,), (-HELD - 1,), (torch.tensor(-3),)],
     "early_initialization": [(1, 2, 16, torch.float32, torch.device("cpu"))],
-    "get_conv_state": [(0,)],
     "get_mask_sizes": [(5, 0)],
     "get_max_length": [(1,)],
     "get_query_offset": [(3,)],
-    "get_recurrent_state": [(0,)],
     "get_seq_length": [(), (3,)],
     "has_previous_state": [(), (0,)],
-    "is_recording_past": [(0,)],
-    "offload": [(0,)],
-    "prefetch": [(0,)],
     "reorder_cache": [(torch.tensor([0]),)],
-    "reset": [()],
-    "update_conv_state": [(STATE, 0)],
-    "update_indexer": [(STATE, 0)],
-    "update_recurrent_state": [(STATE, 0)],
 }
 READ = {*"batch_size is_compileable is_croppable is_dummy is_initialized is_linear is_sliding".split()}
 SPECIAL = {"__len__": len, "__bool__": bool, "__deepcopy__": length_of_copy}

@@ -19,7 +19,6 @@ from tests.chat_templates import DOCUMENTS, JOINED, QUESTION
 WORDS = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
 JOINS = {
     "a blank line": "\n\n".join,
-    "a line break": "\n".join,
     "a space": " ".join,
     "nothing": "".join,
     "numbers": lambda texts: "\n".join(f"Document [{number}]: {text}" for number, text in enumerate(texts, 1)),

@@ -8,10 +8,8 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from hf_blend import BlendCache, BlendConfig, ChunkStore
 from hf_blend.errors import ConfigError, PromptError
-from hf_blend.evaluation.answering import REUSE
-from hf_blend.evaluation.asking import Answer, Loss, Pipeline, Question
+from hf_blend.evaluation.asking import Answer, Loss, Question
 from hf_blend.evaluation.tuning import Point, candidates, choose, read_prompts, tune
 from tests.asking import jsonl
 
@@ -77,38 +75,6 @@ def test_too_little_to_choose_from_is_refused():
         tune(FakePipeline(), [Question("0", {})], candidates(["random"], (0.1,)))
     with pytest.raises(ConfigError, match="got 0 candidates"):
         tune(FakePipeline(), [Question("0", {})] * 2, [])
-
-
-@pytest.fixture
-def asker(shared_model, tokenizer):
-    return Pipeline(shared_model(), tokenizer, ChunkStore.open("memory://"))
-
-
-def test_loss_is_divergence_of_answer_that_full_prefill_gives(asker, pieces):
-    request = pieces(seed=1)
-    prompt = Question("one", request)
-    full = asker.full(prompt)
-    ids = torch.tensor([[1, *request["prefix"][1:], *sum(request["chunks"], []), *request["question"]]])
-    ways = {"output_logits": True, "return_dict_in_generate": True}
-    stock = asker.model.generate(ids, max_new_tokens=10, do_sample=False, eos_token_id=None, **ways)
-    assert full.ids.tolist() == stock.sequences[0, ids.shape[1] :].tolist()
-    asker.store_chunks(prompt, REUSE)
-    cache = BlendCache(asker.model, asker.store, REUSE)  # and the same answer, forced token by token
-    inputs = cache.inputs(asker.tokenizer, **request)
-    losses = []
-    with torch.no_grad():
-        output = asker.model(**inputs, past_key_values=cache, logits_to_keep=1)
-        for token, expected in zip(full.ids, stock.logits, strict=True):
-            reused = output.logits[0, -1].log_softmax(-1)
-            true = expected[0].log_softmax(-1)
-            losses.append(float((true.exp() * (true - reused)).sum()))
-            output = asker.model(token.view(1, 1), past_key_values=cache)
-    got = asker.loss(prompt, full, REUSE)
-    assert got.kl == pytest.approx(sum(losses) / len(losses), rel=1e-4)
-    assert got.kl_first == pytest.approx(losses[0], rel=1e-4)
-    assert got.charged == 0.0
-    assert got.ttft_ratio > 0
-    assert asker.loss(prompt, full, BlendConfig(1.0, "full")).kl < 1e-6 < got.kl
 
 
 class Chat:

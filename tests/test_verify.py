@@ -16,9 +16,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention, eager_atten
 
 from hf_blend import PromptError
 from hf_blend.cache import layers
-from hf_blend.cache.blend_cache import BlendCache
 from hf_blend.context import self_extend, sequence_cache
-from hf_blend.model import calibrate, capture, hooks
+from hf_blend.model import calibrate, capture
 from hf_blend.model.checks import CHECKS, CheckResult
 from hf_blend.prefill import arguments, blend, plan, realign, rows
 from hf_blend.verify.model_under_test import FLOAT32_LOGITS, ModelUnderTest, attending, attention_of
@@ -97,16 +96,6 @@ def wrong_turn(style: Any, old: Any, new: Any) -> Any:
     return cos * angle.cos() - sin * angle.sin(), sin * angle.cos() + cos * angle.sin()
 
 
-def one_step_each(style: Any, old: Any, new: Any) -> Any:
-    """Every real move goes a little too far, so two moves go farther than one."""
-    cos, sin = COMPOSE(style, old, new)
-    return (cos, sin) if bool((sin == 0).all()) else wrong_turn(style, old, new)
-
-
-def without_padding(mask: Any, rows: Any, past: int, keys: int, *_: Any) -> Any:
-    return ROW_LINES(None, rows, past, keys)
-
-
 def values_shifted(self: Any, layer: int, slots: Any, *states: Any, first: int = 0) -> None:
     WRITE(self, layer, slots, *states, first=first)
     for values in (states[-1][..., slot.row, :, slot.columns, :] for slot in slots):
@@ -138,16 +127,6 @@ def behind_something_else(model: Any, cache: Any, token_ids: Any) -> Any:
     return capture.capture(model, torch.tensor([[5] * cache.get_seq_length() + token_ids]))
 
 
-def anyone(self: Any, args: Any, kwargs: Any) -> Any:
-    return self._listener() if any(isinstance(value, BlendCache) for value in (*args, *kwargs.values())) else None
-
-
-def left_only_on_success(self: Any, module: Any, args: Any, kwargs: Any, output: Any) -> None:
-    if output is not None:
-        ENDED(self, module, args, kwargs, output)
-
-
-left_only_on_success.__module__ = hooks.__name__  # a hook of others would be refused
 
 
 def where_they_were(self: Any, old: Any, new: Any) -> list[None]:
@@ -169,12 +148,10 @@ def seeing_ahead(self: Any, hidden_states: Any, *given: Any, **kwargs: Any) -> A
 FORWARD = LlamaAttention.forward
 COMPOSE = realign.compose
 WRITE = realign.Realigner.write
-ROW_LINES = arguments.row_lines
 COMPUTE_CHUNKS = plan.compute_chunks
 BEGIN = blend.Prefill._begin
 CUT = arguments.RowArguments.cut
 WRITE_STATES = rows.Rows.write_states
-ENDED = hooks.ForwardHooks._ended
 
 
 OVERWRITE = layers.BlendLayer.overwrite
@@ -190,17 +167,13 @@ def all_but_the_first(layer, start, keys, values):
 
 BREAKS: list[tuple[str, str, Any]] = [  # check, what of the library is broken, and what is put in its place
     ("moved_chunk", "prefill.realign.compose", wrong_turn),
-    ("moved_chunk", "prefill.realign.compose", one_step_each),
     ("moved_chunk", "prefill.realign.Realigner.write", values_shifted),
     ("prefix_cache", "prefill.plan.compute_chunks", stored_coarsely),
     ("ratio_1", "prefill.arguments.row_lines", looking_ahead),
-    ("ratio_1", "prefill.arguments.row_lines", without_padding),
     ("ratio_1", "prefill.rows.Rows.write_states", only_keys_written),
     ("fused_ratio", "prefill.arguments.RowArguments.cut", rotated_for_other_places),
     ("fused_ratio", "prefill.blend.Prefill._begin", question_from_a_stale_place),
     ("untouched", "model.hooks.ForwardHooks.leave", hold),
-    ("untouched", "model.hooks.ForwardHooks._ended", left_only_on_success),
-    ("untouched", "model.hooks.ForwardHooks._own", anyone),
     ("heal", "cache.layers.BlendLayer.overwrite", all_but_the_first),
     ("whole_shift", "context.tables.TableSource.rotations", where_they_were),
     ("closed_hole", "context.tables.TableSource.rotations", where_they_were),

@@ -68,7 +68,6 @@ def said_to_be(dtype):
 CRAFTED = {
     "a table beyond all numbers": (lambda *_: {"layer_table": "[1e999]"}, "format"),
     "a head more": (all_of("layer", lambda states: torch.cat([states, states[:1]])), "layout"),
-    "wider keys": (all_of("layer.0.k", lambda keys: torch.cat([keys, keys], dim=2)), "layout"),
     "a layer less": (layers(1), "layout"),
     "no layers": (layers(0), "layout"),
     "unturned layers": (lambda *_: {"layer_table": "[-1,-1]"}, "layout"),
@@ -121,12 +120,9 @@ CRAFTED_ROWS = {
     "sizes beyond all disks": {"nbytes": 1 << 63},
     "times without end": {"created": float("inf")},
     "ids of another chunk": {"start": 0},
-    "no tokens": {"tokens": 0},
     "a longer prefix": {"prefix": 2},
-    "a window of nothing": {"width": 0},
     "a window far behind": {"offset": 1 << 30},
     "ids in memory": {"flags": 2},
-    "another window": {"window": 7},
     "another digest": {"digest": b"\1" * 32},
 }
 
