@@ -39,7 +39,7 @@ def flash(module, query, key, value, attention_mask, dropout=0.0, scaling=None, 
 def flash_model(monkeypatch):
     """Models whose attention is a stand-in for flash attention, which is not installed here."""
     monkeypatch.setitem(AttentionInterface._global_mapping, FLASH, flash)
-    monkeypatch.setattr(arguments, "_told", set())
+    monkeypatch.setattr(arguments, "_warned", set())
 
     def build(family):
         model = zoo_model(family, **MIXED.get(family, {}))

@@ -24,7 +24,7 @@ from .rows import Rows
 logger = logging.getLogger(__name__)
 
 Taken = Mapping[int, Tensor]  # number of rows → which of them are kept, `[batch, kept]`; all tokens first
-_told: set[str] = set()  # attention implementations that were spoken of
+_warned: set[str] = set()  # attention implementations of which a warning was logged
 
 
 class RowArguments:
@@ -108,8 +108,8 @@ class RowArguments:
         if getattr(model_mask, "ndim", 0) == 4 and model_mask.shape[2] == rows.columns.shape[1] < self._width:
             # Gemma 4 has cut it: behind its last K and V only the rows that are asked for continue
             return MadeLines(model_mask) if is_kept else model_mask
-        if self._is_flash and self._implementation not in _told:
-            _told.add(self._implementation)
+        if self._is_flash and self._implementation not in _warned:
+            _warned.add(self._implementation)
             logger.warning(
                 "attention is %s, which cannot see scattered rows: layers that compute only some rows use sdpa",
                 self._implementation,

@@ -17,7 +17,7 @@ from .plan import PlacedChunk
 
 
 class LayerBuffers:
-    """What is open of the layers of one forward."""
+    """The columns of one forward's new tokens, by layer."""
 
     def __init__(self, context: PrefillContext, layers: Sequence[Any], last: int, stored: StoredStates) -> None:
         self._stored = stored
@@ -25,7 +25,7 @@ class LayerBuffers:
         self._realigner = context.realigner
         self._width = context.request.width
         self._last = last
-        self.settles = not all(getattr(layer, "keeps_all", True) for layer in layers)  # some give back
+        self.settles = not all(getattr(layer, "keeps_all", True) for layer in layers)  # some free or pack columns
         self.open: dict[int, KV] = {}
         self.used: set[int] = set()  # the layers that handed over K and V; others may be opened with them
         self._first: dict[int, int] = {}  # layer → the first of those that were written with it
@@ -63,7 +63,7 @@ class LayerBuffers:
             if is_ready:
                 return
         chunks = stored()
-        if index not in self.open:  # else it was written as another layer's table says
+        if index not in self.open:  # else it was written with a rotary table of another layer
             group = range(index, index + 1)
             several = None
             if self._opens_several and not keys.requires_grad:
@@ -87,7 +87,7 @@ class LayerBuffers:
         self._stored.write(index, chunks, *self.open[index])
 
     def settle(self, index: int) -> None:
-        """The layers before this one are done: free what they hold beyond their windows."""
+        """The layers before this one are done: free their columns beyond their windows."""
         for done in [layer for layer in self.open if layer < index and not self._layers[layer].keeps_all]:
             del self.open[done]
             self._layers[done].settle()

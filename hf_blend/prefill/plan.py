@@ -75,7 +75,7 @@ class PromptRow:
     columns: tuple[int, ...] = ()  # of each new token, where padding is between them; else empty
     positions: TokenPositions | None = None  # None: each token is at the position of its number
     spans: Sequence[Span] | None = None  # where the chunks are; None: they are searched for in the store
-    prefix: int | None = None  # how many tokens before the first chunk are an entry of their own; None: all of them
+    prefix: int | None = None  # how many of the tokens before the first chunk are one more entry; None: all
     is_searched: bool = False  # stored chunks are searched for besides `spans`
     is_first: bool = True  # no token is in front of the prompt
 
@@ -104,7 +104,7 @@ class Plan:
     _table: Tensor | None = None  # see `token_table`
 
     def begin(self, logits_rows: int = 1) -> "Plan":
-        """Mark the new tokens that have stored KV, but for those whose logits are asked for; all chunks are there."""
+        """Mark the new tokens with stored KV, without the last `logits_rows` ones; once all chunks are there."""
         self.end = self.real.shape[1] - min(logits_rows, self.real.shape[1])
         self.has_padding = min(self.counts, default=0) < self.real.shape[1]
         self._marks = np.zeros((3, *self.real.shape), dtype=bool)  # stay with the host: exact, reusable, no padding
@@ -261,8 +261,8 @@ class Planner:
         needed = list(dict.fromkeys(key for key, _ in placed))
         if missing := self._fetch(plan, needed):
             self._compute_missing(plan, missing)
-        for key, place in placed:
-            plan.chunks.append(PlacedChunk(chunk=self._fetched[key], **place))
+        for key, fields in placed:
+            plan.chunks.append(PlacedChunk(chunk=self._fetched[key], **fields))
         plan.begin(logits_rows)
         plan.found["prompt_tokens"] += sum(counts)
         plan.found["reusable_tokens"] += sum(plan.stored_counts)
@@ -310,11 +310,11 @@ class Planner:
                     spans.append(hit)
             spans.sort(key=lambda span: span.start)
 
-        # A chunk that nothing is before is computed behind nothing: it is exact
+        # A chunk at the very beginning is keyed, and computed, without a chunk prefix: it is exact
         if row.is_first and named and named[0].start == named[0].first == 0:
             spans[0] = spans[0]._replace(key=self._key((), named[0].token_ids))
 
-        # What is before the first chunk is an entry of its own, or as much of it as one entry has
+        # The tokens before the first chunk are one more entry, or as many of them as a stored entry has
         first = row.ids[: spans[0].start] if spans and row.is_first else ()
         prefix = first[: row.prefix or 0]
         if row.spans is not None and row.prefix is None:
@@ -371,14 +371,14 @@ class Planner:
                 if columns[-1] - columns[0] >= count:
                     continue
                 column = columns[0]
-            place = {"row": number, "start": column, "exact": exact, "number": index, "count": count}
-            placed.append((key, {**place, "first": inside + first - offset}))
+            fields = {"row": number, "start": column, "exact": exact, "number": index, "count": count}
+            placed.append((key, {**fields, "first": inside + first - offset}))
             if first == offset and key.chunk_prefix_ids == self._origin.prefix_ids:
                 plan.found["seam_tokens"] += len(key.token_ids) - tokens
         return placed
 
     def _fetch(self, plan: Plan, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """Bring the chunks from the store that are there and of the model; gives the keys of the others."""
+        """Fetch the chunks that are stored and of this model; returns the keys of the others."""
         if not keys:
             return []
         began_s = time.perf_counter()
@@ -435,6 +435,6 @@ def _known_key(fingerprint: str, chunk_prefix_ids: tuple[int, ...], ids: tuple[i
 def _recompute(
     replaced: list[ChunkKey], store: ChunkStore, compute: Callable[..., Iterator[ChunkKV]], key: ChunkKey
 ) -> ChunkKV:
-    """Compute a chunk alone, and store it. This knows no plan: the chunk keeps it, and would keep itself alive."""
+    """Compute a chunk alone, and store it. Takes no plan: the chunk refers to this, and would keep itself alive."""
     replaced.append(key)
     return store.put(next(compute([key])))

@@ -172,7 +172,7 @@ class Realigner:
         return range(layer, stop)
 
     def write(self, layer: int, chunks: Sequence[PlacedChunk], *parts: Tensor, first: int = 0) -> None:
-        """Write stored K and V of chunks to their columns, or with `first` what is there from V (1) on.
+        """Write stored K and V of chunks to their columns; the first given part is K (0) or V (1).
 
         `[batch, kv_heads, tokens, head_dim]` each, of several layers `[layers, batch, …]`.
         """

@@ -104,18 +104,18 @@ def default_memory_bytes() -> int:
     return min(available_bytes() // 4, _MAX_DEFAULT_BYTES)
 
 
-def available_bytes(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+def available_bytes(groups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
     """How much memory is free: of the machine, or of the container or unit of this process where that is less."""
     import psutil
 
     used = psutil.Process().memory_info().rss
-    left = [limit - used for limit in _limits(groups, own)]
+    left = [limit - used for limit in _limits(groups, membership)]
     return max(0, min([int(psutil.virtual_memory().available), *left]))
 
 
-def _limits(groups: Path, own: Path) -> Iterator[int]:
+def _limits(groups: Path, membership: Path) -> Iterator[int]:
     """Give the limits of the groups of this process and of those around them."""
-    for line in _text(own).splitlines():
+    for line in _text(membership).splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
         for controller in controllers.split(","):
             if controller not in FILES:

@@ -38,7 +38,7 @@ _COUNTED = (*("hits", "misses", "loaded_bytes", "load_failures", "stored", "stor
 _TIMED = ("load_seconds", "store_seconds")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _PAGE = 500  # entries that are read before they are listed
-_LEARN_S = 0.2  # of one search, for entries of tiers on other machines that are not known yet
+_LIST_S = 0.2  # that one search spends on entries of tiers on other machines that are not in the index
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Store:
         self._deletions = 0
         self._pid = os.getpid()
         self._is_listed = False
-        self._listed_s: dict[str, float] = {}  # when a tier on another machine was listed whose entries are all known
+        self._listed_s: dict[str, float] = {}  # by tier on another machine, the change up to which it is in the index
         for tier in self.tiers:
             self.counts.count("removed", "orphans", tier.remove_orphans())
 
@@ -600,7 +600,7 @@ class Store:
                 if is_listed and not thorough and self._listed_s.get(tier.name) == listed_s:
                     continue
                 names[tier.name] = list(tier.names(f"{self._space}/"))
-                if self._list_unknown(tier, names[tier.name], math.inf if tier.is_local or thorough else _LEARN_S):
+                if self._list_unknown(tier, names[tier.name], math.inf if tier.is_local or thorough else _LIST_S):
                     self._listed_s[tier.name] = listed_s
             except OSError as error:
                 is_whole = False

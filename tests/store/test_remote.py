@@ -208,11 +208,11 @@ def test_store_finds_what_others_put_on_server_part_at_time(served_tier, chunk, 
     for one in chunks:
         ChunkStore(None, [tier]).put(one)
     reader = ChunkStore(None, [plugins.load("store.tiers", "redis")(url_of(tier))])
-    monkeypatch.setattr(store_module, "_LEARN_S", -1.0)
+    monkeypatch.setattr(store_module, "_LIST_S", -1.0)
     key = chunks[2].key
     asked = (key.fingerprint, key.chunk_prefix_ids, (7, 2))
     assert reader.find(*asked) == []
-    monkeypatch.setattr(store_module, "_LEARN_S", 60.0)
+    monkeypatch.setattr(store_module, "_LIST_S", 60.0)
     assert reader.find(*asked) == [(0, key, 0, 2)]
     assert len(reader) == 4
 
