@@ -198,6 +198,13 @@ def test_hostile_header_is_refused_and_gives_no_wrong_key(chunk, source, content
         assert reason_of(source, bad, stored.key) == "format"
 
 
+@pytest.mark.parametrize("texts", [{"layer_table": "[0,7]"}, {"layer_table": "[0,-2]"}, {"provenance": "live"}])
+def test_header_of_no_isolated_chunk_is_refused(texts, chunk, source, content):
+    stored = chunk()
+    bad = reheaded(content(stored), lambda header: with_text(header, **texts))
+    assert reason_of(source, bad, stored.key) == "format"
+
+
 def test_key_of_absurdly_many_ids_is_refused_before_memory_is_taken(chunk, content):
     stored = chunk((5,))
     good = Header.decode(header_of(content(stored)), KIND)
