@@ -27,9 +27,7 @@ def test_gpu_benchmark_runs_on_cpu(tmp_path):
         assert row["ttft_ratio"] == pytest.approx(row["ttft_ms"] / row["full_ttft_ms"])
         assert row["bound_share"] == pytest.approx(1 / row["ttft_ratio"] / row["flop_bound"])
         assert 0 < row["charged_budget"] < 1 < row["flop_bound"]
-        assert row["peak_bytes"] is None, "nobody counts it on a CPU"
     assert found["machine"]["torch"] == torch.__version__
-    assert {"device", "dtype", "transformers", "hf_blend", "cuda", "chunk_tokens"} <= set(found["machine"])
 
 
 SMALL = {

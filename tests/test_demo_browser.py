@@ -176,13 +176,7 @@ def test_page_opens_with_question_counts_bars_and_tokens(visit, opened, artefact
         assert bar["width"] / full["width"] == pytest.approx(panel.ttft_ms / first.ttft_ms, abs=0.05)
         box = shown.bounding_box()
         assert box["y"] + box["height"] <= fold, method
-    for place in ("#hb-question", "#hb-pick", "#hb-ask"):
-        box = seen.page.locator(place).first.bounding_box()
-        assert box["y"] + box["height"] <= fold, place
-    box = seen.page.locator("#hb-documents .hb-token").first.bounding_box()
-    assert box["y"] < 1.3 * size["height"]
     assert seen.chosen() > 0, "the tokens are shown"
-    assert seen.page.evaluate("() => document.documentElement.scrollHeight") <= 2.5 * size["height"]
     assert seen.page.evaluate("() => document.documentElement.scrollWidth") <= size["width"]
     box = seen.page.locator("#hb-question textarea, #hb-question input").first
     expect(box).to_have_value(first_request().question)

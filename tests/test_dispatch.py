@@ -65,7 +65,6 @@ def dispatched(name: str, how: str, folder: Any) -> Any:
             ("llama", "cpu", RUNGS),
             ("gemma3_text", "disk", RUNGS),
             ("gpt_neox", "map", RUNGS),
-            ("mixtral", "disk", RUNGS),
         ],
     ),
 )

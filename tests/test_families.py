@@ -61,7 +61,6 @@ def test_family_is_exact_with_its_own_rotary_style(name):
 @pytest.mark.parametrize(
     ("name", "cause"),
     [
-        ("gpt_neo", "no rotary table"),
         ("xlstm", "no attribute 'rnn_state'" if KEYWORD == "cache" else "left NoneType in the cache"),
         ("bart", "encoder-decoder"),
         ("gpt2", "no rotary table"),

@@ -117,16 +117,15 @@ def test_row_that_sees_no_key_disturbs_no_other():
 
 @given(
     kept=st.sets(st.integers(0, 63), min_size=1),
-    group=st.sampled_from([1, 2, 4]),
     step=st.sampled_from([4, 8, 16]),
     kept_bytes=st.sampled_from([0, 1 << 20]),
     batch=st.integers(1, 2),
 )
-@example(kept={0, 1, 2, 3, 10, 13}, group=1, step=4, kept_bytes=0, batch=1)  # the last block is short
-def test_attend_cuts_any_columns_into_blocks_of_any_size(kept, group, step, kept_bytes, batch):
+@example(kept={0, 1, 2, 3, 10, 13}, step=4, kept_bytes=0, batch=1)  # the last block is short
+def test_attend_cuts_any_columns_into_blocks_of_any_size(kept, step, kept_bytes, batch):
     columns = torch.tensor(sorted(kept))
     dense = (torch.arange(64) <= columns[:, None])[None, None]
-    query, key, value = attention_inputs(batch, len(columns), 64, kv_heads=4 // group)
+    query, key, value = attention_inputs(batch, len(columns), 64)
     expected = scaled_dot_product_attention(query, key, value, dense, enable_gqa=True)
     made = [row_masks.MadeLines(dense), LocalLines(columns.expand(batch, -1), 64)]
     for lines in made:

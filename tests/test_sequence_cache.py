@@ -49,7 +49,8 @@ def stock_logits(model, ids, new, start=0):
 
 def check_forward(cache, new):
     """A forward of the active sequence gives what a stock cache gives."""
-    ids, start = cache.tokens(), cache.positions()[:1]
+    ids = cache.tokens()
+    start = cache.positions()[:1]
     expected = stock_logits(cache.model, ids, new[0].tolist(), *start)
     assert apart(fed(cache, new)[0], expected) <= TOLERANCE
 

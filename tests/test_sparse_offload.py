@@ -42,7 +42,8 @@ def decoded(model, pieces=PIECES, ways=GREEDY, sparse=SMALL, draft=None, **setti
 
 
 def alike(found, expected):
-    (output, metrics, _), (output_there, metrics_there, _) = found, expected
+    (output, metrics, _) = found
+    (output_there, metrics_there, _) = expected
     assert torch.equal(output.sequences, output_there.sequences)
     if output.logits is not None:
         torch.testing.assert_close(torch.stack(output.logits), torch.stack(output_there.logits), rtol=0, atol=5e-6)

@@ -143,7 +143,8 @@ def test_fallback_reason_says_once_that_store_finds_nothing(known, caplog):
 
 
 def test_fallback_reason_and_notice_name_another_tokenizer(models, tmp_path, caplog):
-    (model, tokenizer), (_, other) = models["spaces"], models["bytes"]
+    (model, tokenizer) = models["spaces"]
+    (_, other) = models["bytes"]
     assert tokenizer_digest(tokenizer) == tokenizer_digest(tokenizer) != tokenizer_digest(other) != ""
     with ChunkStore.open(tmp_path) as store:
         store.add(model, other, DOCUMENTS)

@@ -111,7 +111,9 @@ class CallKills(Killing):
     kill_share = 1.0
 
     def setup(self) -> None:
-        self._calls, self._at, self._mode = 60, 1, MODES[0]
+        self._calls = 60
+        self._at = 1
+        self._mode = MODES[0]
 
     def kill_one(self, capped: bool) -> list[int]:
         acknowledged = []

@@ -32,7 +32,9 @@ class FaultyServer(RemoteTier):
 
     def __init__(self, objects: dict[str, bytes], way: str = "", draw: random.Random | None = None) -> None:
         super().__init__("server")
-        self.objects, self.way, self.draw = objects, way, draw or random.Random(0)
+        self.objects = objects
+        self.way = way
+        self.draw = draw or random.Random(0)
         self.sent = 0  # bytes of objects, since it was opened
         self._answers, self._fails_at = 0, self.draw.randrange(3)
 
@@ -158,7 +160,8 @@ class Remote(FaultClass):
                 store.put(entry.computed)
                 store.close()
                 names += [one for one in objects if one not in names]
-            self._objects[name], self._names[name] = objects, names
+            self._objects[name] = objects
+            self._names[name] = names
         self._disk = self.folder / "disk"
 
     def inject(self, count: int) -> None:

@@ -134,7 +134,7 @@ def test_cut_off_beginning_is_found_from_quarter_on():
     assert matches(index, [1, *chunk[40:], 2]) == [], "what was before these tokens is not there"
 
 
-@pytest.mark.parametrize("text", [[7] * 4000, [7, 8] * 2000, list(range(7, 12)) * 800])
+@pytest.mark.parametrize("text", [[7] * 4000, [7, 8] * 2000])
 def test_text_that_repeats_itself_is_matched_without_end(text):
     found = matches(index_of(text[:64], [*text[:50], 3]), [1, *text, 2])
     assert sum(tokens for *_, tokens in found) > 3900

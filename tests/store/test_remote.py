@@ -34,7 +34,8 @@ def test_large_object_is_read_in_pieces(kind, served_tier, monkeypatch):
     tier = served_tier(kind)
     tier.put(NAME, [memoryview(LARGE)[:1000], memoryview(LARGE)[1000:]])
     asked = count_calls(tier, monkeypatch)
-    source, target = tier.open(NAME), bytearray(len(LARGE))
+    source = tier.open(NAME)
+    target = bytearray(len(LARGE))
     source.read_into(0, memoryview(target)[:10])
     assert asked == ["ask_stat", "ask_bytes"]
     source.read_into(10, memoryview(target)[10:])
@@ -51,7 +52,8 @@ def test_listing_asks_for_one_key_in_each_command_as_servers_in_cluster_mode_exp
 
 def test_full_server_refuses_put_and_serves_what_it_has(new_server, served_tier, chunk, same):
     tier = served_tier("redis", new_server("redis"))
-    store, stored = ChunkStore(None, [tier]), chunk()
+    store = ChunkStore(None, [tier])
+    stored = chunk()
     store.put(stored)
     tier._client.config_set("maxmemory", "1mb")
     store.put(chunk(tuple(range(10, 500)), layers=40))
@@ -64,7 +66,8 @@ def test_full_server_refuses_put_and_serves_what_it_has(new_server, served_tier,
 def test_generation_continues_when_server_is(
     kind, how, new_server, served_tier, tiny_model, pieces, monkeypatch, caplog
 ):
-    model, request = tiny_model(), pieces()
+    model = tiny_model()
+    request = pieces()
 
     def generate(store):
         got, cache = logits(model, request, store=store, recompute_ratio=0.3)
@@ -115,12 +118,15 @@ def test_server_that_failed_is_asked_again_after_some_seconds(chunk, same, monke
 
 def far_tier():
     tier = MemoryTier()
-    tier.is_local, tier.name = False, "far"
+    tier.is_local = False
+    tier.name = "far"
     return tier
 
 
 def test_every_byte_of_far_entry_is_read_once_and_verified_before_it_is_copied(chunk, same, content):
-    far, near, stored = far_tier(), MemoryTier(), chunk()
+    far = far_tier()
+    near = MemoryTier()
+    stored = chunk()
     ChunkStore(None, [far]).put(stored)
     reads = []
     (source,) = far.objects.values()
@@ -139,7 +145,9 @@ def test_every_byte_of_far_entry_is_read_once_and_verified_before_it_is_copied(c
 
 
 def test_chunk_deleted_while_it_is_read_is_not_kept(chunk):
-    far, near, stored = far_tier(), MemoryTier(), chunk()
+    far = far_tier()
+    near = MemoryTier()
+    stored = chunk()
     ChunkStore(None, [far]).put(stored)
     store = ChunkStore(None, [near, far])
     streamed = store.stream(stored.key)
@@ -227,7 +235,8 @@ OTHERS = {
 @pytest.mark.parametrize("other", OTHERS)
 def test_key_of_another_type_gives_way_to_chunk(other, is_read_first, served_tier, chunk, same):
     tier = served_tier("redis")
-    store, elsewhere = ChunkStore(None, [tier]), chunk((7, 1))
+    store = ChunkStore(None, [tier])
+    elsewhere = chunk((7, 1))
     OTHERS[other](tier._client, f"hf_blend:{store.name(chunk().key.digest)}")
     store.put(elsewhere)
     assert [found for found, _ in tier.listing()] == [store.name(elsewhere.key.digest)]
