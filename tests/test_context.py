@@ -7,7 +7,6 @@ import zlib
 import pytest
 import torch
 from tiny_models import tiny_model
-from transformers import DynamicCache
 
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.model.context import LEAST_POSITIONS, MOST_TOKENS, TEXT, default_prefix
@@ -57,21 +56,6 @@ def test_default_prefix_is_bos_alone_where_text_does_not_suit(model, why):
         pytest.importorskip("hf_blend.hybrids")  # which the core does without
         model = tiny_model("qwen3_next", max_position_embeddings=2048)
     assert default_prefix(model, tokenizer) == (model.config.bos_token_id,)
-
-
-def test_stored_chunk_has_kv_that_stock_leaves_behind_text(model, store):
-    pieces = {**random_pieces(), "chunks": CHUNKS[:1]}
-    store.add(model, Words(), CHUNKS[:1])
-    cache = BlendCache(model, store, recompute_ratio=0.0)
-    stock = DynamicCache()
-    inputs = cache.inputs(Words(), **pieces)
-    with torch.no_grad():
-        model(**inputs, past_key_values=cache, logits_to_keep=1)
-        model(torch.tensor([[*prefix_of(model), *CHUNKS[0]]]), past_key_values=stock)
-    assert cache.report.loaded_chunks == 1  # the prefix is computed
-    start = inputs["input_ids"][0].tolist().index(CHUNKS[0][0], len(pieces["prefix"]))
-    for own, whole in zip(cache.layers, stock.layers, strict=True):
-        torch.testing.assert_close(own.values[:, :, start : start + 20], whole.values[:, :, -20:])
 
 
 def test_prompt_of_which_no_tokenizer_is_known_finds_what_is_behind_text(model, store):

@@ -132,7 +132,6 @@ SAMPLE = Sample("s", (1,), ((1, 2, 3), (4, 5), (6, 7, 8, 9)), (10,), ("a",))
 
 def test_shape_cuts_chunks_over_their_seams_behind_turning_or_shuffling_them():
     assert Shape().applied(SAMPLE) == SAMPLE
-    assert Shape(chunk_tokens=4).applied(SAMPLE).chunks == ((1, 2, 3, 4), (5, 6, 7, 8), (9,))
     assert Shape(4, "reversed").applied(SAMPLE).chunks == ((6, 7, 8, 9), (4, 5, 1, 2), (3,))
     orders = set()
     for seed in range(8):

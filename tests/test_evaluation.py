@@ -45,8 +45,6 @@ def test_reply_is_streamed_as_it_is_returned_and_marks_recomputed_tokens_and_no_
     marked = sum(chosen for _, chosen in reply.tokens)
     assert marked == len(reply.answer.report.chosen_columns[0]) > 0
     assert marked < len(reply.tokens)
-    keys = {"method", "question", "answer", "is_cut", "ttft_ms", "charged_budget", "sources"}
-    assert set(reply.row) == keys | {"prompt_tokens", "reused_tokens", "recomputed_tokens"}
     assert reply.row["recomputed_tokens"] == marked
 
 

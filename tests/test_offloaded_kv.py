@@ -161,7 +161,6 @@ CASES = {
     "batch": ("llama", {}),
     "windows": ("gemma3_text", {}),
     "here": ("llama", {}),
-    "parts": ("llama", {"prefill_chunk_size": 50}),
     "hybrid": ("qwen3_next", {}),
 }
 

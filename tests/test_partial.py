@@ -17,7 +17,6 @@ from hf_blend.model.cache_keyword import cache_among
 from hf_blend.model.capture import capture_chunk
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.sparse.partial.blocked import BlockedChunk, BlockReader
-from hf_blend.sparse.partial.itf import probe_count
 from hf_blend.sparse.partial.loading import PartialLoading
 from hf_blend.sparse.partial.reader import keep_in_blocks
 from hf_blend.store import ChunkKey, ChunkKV, ChunkStore
@@ -234,7 +233,3 @@ def test_chunk_comes_back_from_its_blocks_in_any_order(tokens, block, random):
         assert torch.equal(found[part], states)
         got = reader.read_blocks(1, part, [1, 0], blocks)
         assert torch.equal(got, states[[1, 0]][:, tokens_of_blocks])
-
-
-def test_probe_heads_follow_paper_and_number_of_heads():
-    assert [probe_count(heads) for heads in (1, 2, 4, 8, 16, 32, 64)] == [1, 2, 2, 2, 2, 3, 6]

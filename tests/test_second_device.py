@@ -57,7 +57,6 @@ SLOW = pytest.mark.slow
 CASES = [
     pytest.param({"selector": "kv-deviation"}, True, id="a-batch"),
     pytest.param({"sparse": True}, False, id="sparse"),
-    pytest.param({"kv_bits": 8}, True, id="kv_bits", marks=SLOW),
 ]
 
 

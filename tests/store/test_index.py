@@ -219,7 +219,6 @@ def test_listed_rows_survive_any_ids(chunk):
     index.add([Listed(key, 5, 1.5) for key in keys])
     for key in keys:
         assert index.get(key.digest) == Listed(key, 5, 1.5)
-        assert [span.key for span in index.find(key.fingerprint, (1,), [9, *key.token_ids], lambda _: True)] == [key]
     index.drop(keys[0].digest)
     assert index.get(keys[0].digest) is None
     assert index.unknown([key.digest for key in keys]) == [keys[0].digest]
