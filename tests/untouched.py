@@ -22,8 +22,7 @@ def _keys(hooks: Any) -> list[int]:
 def snapshot(model: PreTrainedModel) -> dict[str, Any]:
     """Record all of a model that a library could leave behind: attributes, hooks, classes, config, weights, logits."""
     prompt = torch.arange(3, 19)[None] % model.get_input_embeddings().num_embeddings
-    with torch.no_grad():
-        found = {"logits": model(prompt, use_cache=False).logits}
+    found: dict[str, Any] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         hooks = [_keys(getattr(module, kind)) for kind in HOOKS]
         found[f"module {name}"] = (type(module), sorted(vars(module)), module.training, hooks)
@@ -33,6 +32,9 @@ def snapshot(model: PreTrainedModel) -> dict[str, Any]:
     found["config"] = copy.deepcopy(model.config.to_dict())
     if model.can_generate():
         found["generation_config"] = copy.deepcopy(model.generation_config.to_dict())
+    # Last, as whatever else differs says more.
+    with torch.no_grad():
+        found["logits"] = model(prompt, use_cache=False).logits
     return found
 
 
