@@ -23,7 +23,6 @@ KINDS = {  # models whose chunks are computed behind a cached prefix; one forwar
     "llama": {},
     "mistral": {"sliding_window": 8},
     "gemma3_text": WINDOWS,
-    "gemma3_text of long windows": {**WINDOWS, "sliding_window": 128},
     "gpt2": {"n_embd": 64, "n_head": 4, "n_layer": 4},
     "falcon": {"alibi": True, "new_decoder_architecture": False, "multi_query": False},
     "qwen3": {"head_dim": 16},

@@ -38,7 +38,6 @@ VARIANTS = {
     "lfm2-deep": ("lfm2", {"num_hidden_layers": 6, "layer_types": 2 * ["conv", "conv", "full_attention"]}),
     # every other layer looks where the one before did; and an indexer that hides nothing of a prompt
     "glm_moe_dsa-shared": ("glm_moe_dsa", {"indexer_types": ["full", "shared", "full", "shared"]}),
-    "deepseek_v32-released": ("deepseek_v32", {"index_topk": 2048}),
     # a mixer and an indexer, which rotates its keys when it looks
     "qwen4-both": ("qwen4_exp_text", {"layer_types": ["linear_attention", "indexed_attention"] * 2}),
 }

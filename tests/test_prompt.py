@@ -81,7 +81,7 @@ def test_find_knows_rows_by_their_parts():
     cases = (
         ([second, first, [*first, 70, 71]], None, [1, 0, 0]),  # with a candidate behind
         ([[6, 7], [6, 7, 8, 9]], [2, 2], [0, 1]),
-        ([[70], [8, 9]], [4, 4], None),  # what comes behind a prompt is no part of it
+        ([[70]], [4], None),  # what comes behind a prompt is no part of it
         ([[], []], [9, 9], None),  # nor is nothing
     )
     for rows, seen, expected in cases:

@@ -116,7 +116,6 @@ def test_rotary_table_takes_only_form_that_is_understood():
     one = torch.ones(1, 4, 8)
     narrow = torch.ones(1, 4, 16)
     assert rotary_table({"position_embeddings": (one, one)}) is not None
-    assert rotary_table({"position_embeddings": [one.repeat(2, 1, 1)] * 2}) is not None
     assert rotary_table({}) is None
     for wrong in (None, (one,), (one, "sin"), (one, narrow), (one.cfloat(), one.cfloat())):
         assert rotary_table({"position_embeddings": wrong}) is None, wrong

@@ -41,6 +41,7 @@ BODIES = {
     "a document of one letter in many": text(prompt="ab " * 10_000, documents=["a", "b", " "]),
     "large prompt": text(prompt=LETTERS),
     "image": chat({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}),
+    "stop texts": text(stop=["a" * 256] * 4, max_tokens=200),
     "a long number": (TEXT, '{"prompt": "a", "seed": ' + "9" * 100_000 + "}"),
     "too large": text(prompt="a" * 3_000_000),
 }

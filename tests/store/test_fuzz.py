@@ -34,8 +34,8 @@ ALL = list(HealthCheck)
 
 scalars = st.one_of(
     st.none(), st.booleans(), st.integers(-3, 9), st.integers(), st.floats(), st.text(max_size=6), st.just("@1e999@"),
-    st.sampled_from(["F32", "I64", "BF16", "F8_E4M3", "raw", "int8:F32", "int8:I32", "int8", "[0,1e999]"]),
-    st.sampled_from(["[]", "[[]]", "{}", "[-1,-1]", "[0,0,0,0]", "[" * 3000, "9" * 5000, "\ud800", "[true,false]"]),
+    st.sampled_from(["F32", "I64", "BF16", "F8_E4M3", "raw", "int8:F32", "int8:I32", "[0,1e999]"]),
+    st.sampled_from(["[]", "{}", "[-1,-1]", "[" * 3000, "9" * 5000, "\ud800", "[true,false]"]),
 )  # fmt: skip
 values = st.recursive(
     scalars,
