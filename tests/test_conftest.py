@@ -3,6 +3,7 @@
 """The fixtures are tests of others, so they are tested first."""
 
 import pytest
+import torch
 
 
 def register_hook(model):
@@ -29,13 +30,18 @@ def change_weights(model):
     model.lm_head.weight.add_(1)
 
 
+def replace_module(model):
+    model.model.norm = torch.nn.Identity()
+
+
 CHANGES = {
     "hooks": register_hook,
-    "attributes": set_attribute,
+    "left_behind": set_attribute,
     "config": set_config,
     "attention": set_attention,
     "training": set_training,
-    "weights": change_weights,
+    "weight lm_head": change_weights,
+    "Identity": replace_module,
 }
 
 
