@@ -41,7 +41,7 @@ CHANGES = {
     "attention": set_attention,
     "training": set_training,
     "weight lm_head": change_weights,
-    "Identity": replace_module,
+    "model.norm.weight": replace_module,
 }
 
 

@@ -40,7 +40,7 @@ def snapshot(model: PreTrainedModel) -> dict[str, Any]:
 
 def assert_same(before: dict[str, Any], after: dict[str, Any]) -> None:
     """Fail at the first thing that differs between two snapshots, and say which."""
-    assert before.keys() == after.keys()
+    assert before.keys() == after.keys(), f"parts of the model changed: {sorted(before.keys() ^ after.keys())}"
     for name, old in before.items():
         new = after[name]
         if isinstance(old, torch.Tensor):
