@@ -22,6 +22,7 @@ JOINS = {
     "a space": " ".join,
     "nothing": "".join,
     "numbers": lambda texts: "\n".join(f"Document [{number}]: {text}" for number, text in enumerate(texts, 1)),
+    "tags": lambda texts: "".join(f"<doc>{text}</doc>" for text in texts),
 }
 
 
