@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_blend import BlendCache
-from hf_blend.errors import ConfigError
+from hf_blend.errors import PromptError
 from hf_blend.model.fingerprint import fingerprint
 from hf_blend.store.chunk import ChunkKey
 from tests.asking import THREE, prepared
@@ -72,7 +72,7 @@ def test_prefill_chunk_size_continues_cache_or_is_refused_by_name(store, cached)
     run(model, {"input_ids": ids[:, :cached]}, cache, max_new_tokens=1)
     whole = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if IS_OLDEST:
-        with pytest.raises(ConfigError, match="prefill_chunk_size came with a filled cache"):
+        with pytest.raises(PromptError, match="prefill_chunk_size of tran"):
             run(model, whole, cache, prefill_chunk_size=20)
         assert cache.get_seq_length() == cached
     else:

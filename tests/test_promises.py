@@ -13,7 +13,7 @@ import torch
 from hf_blend import BlendCache, ConfigError
 from hf_blend.model.anatomy import decoder_layers
 from tests.asking import GREEDY, failing, generated, memory, prepared
-from tests.conftest import random_ids, random_pieces, shared_zoo_model
+from tests.conftest import random_ids, random_pieces, shared_zoo_model, skip_in_the_oldest
 
 KINDS = {  # model type, settings of the cache
     "full": ("llama", {}),
@@ -36,6 +36,8 @@ def first_turn(tmp_path):
 
     def answered(kind, store=None, ratio=0.3):
         model_type, settings = KINDS[kind]
+        if kind == "indexer":
+            skip_in_the_oldest("models with an indexer turn their keys in a way that is refused")
         if kind == "elsewhere":
             settings = {**settings, "offload_folder": str(tmp_path)}
         model = shared_zoo_model(model_type)
