@@ -23,7 +23,7 @@ from torch import nn
 
 from hf_blend.errors import ConfigError, UnsupportedModelError, import_extra, suggest
 from hf_blend.model_names import locate
-from hf_blend.rotary.regime import stretches
+from hf_blend.rotary.base import stretches
 
 REAL = "smollm2"  # the model of those who name none
 HANDBOOK = files("hf_blend") / "bundled" / "handbook"

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from hf_blend.errors import UnsupportedModelError
-from hf_blend.prefill import arguments
+from hf_blend.prefill import rows
 from tests.asking import apart, as_stock, prefill, prefilled, prepared
 from tests.conftest import shared_zoo_model, slow_but
 
@@ -39,7 +39,7 @@ def flash(module, query, key, value, attention_mask, dropout=0.0, scaling=None, 
 def flash_model(monkeypatch):
     """Models whose attention is a stand-in for flash attention, which is not installed here."""
     monkeypatch.setitem(AttentionInterface._global_mapping, FLASH, flash)
-    monkeypatch.setattr(arguments, "_warned", set())
+    monkeypatch.setattr(rows, "_warned", set())
 
     def build(family):
         model = zoo_model(family, **MIXED.get(family, {}))

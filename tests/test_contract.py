@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.errors import ConfigError
-from hf_blend.prefill.notices import warn_once
+from hf_blend.prefill.report import warn_once
 from tests.asking import GREEDY, hooks, memory, prepared
 from tests.conftest import random_pieces
 

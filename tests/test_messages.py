@@ -13,7 +13,7 @@ from hf_blend import BlendCache, PromptError
 from hf_blend.config import BlendConfig
 from hf_blend.evaluation.answering import FULL_PREFILL, Turn, build_request
 from hf_blend.evaluation.asking import Method, Pipeline, Question
-from hf_blend.prefill import notices
+from hf_blend.prefill.report import warn_once
 from tests.asking import memory
 from tests.chat_templates import (
     ASKED,
@@ -151,7 +151,7 @@ def test_inputs_warn_once_of_plain_texts_for_chat_model(known, cached, caplog):
     cache = cached()
     tokenizer = copy.copy(known[1])
     tokenizer.chat_template = CHATML
-    notices.warn_once.cache_clear()
+    warn_once.cache_clear()
     caplog.set_level(logging.WARNING, "hf_blend")
     cache.inputs(tokenizer, chunks=[[5, 6]], question=[7])
     cache.inputs_from_messages(tokenizer, [ASKED], DOCUMENTS)

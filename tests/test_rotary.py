@@ -12,11 +12,10 @@ from hf_blend.errors import UnsupportedModelError
 from hf_blend.model.anatomy import decoder_layers
 from hf_blend.model.calibrate import rotary_styles
 from hf_blend.model.checks import relative_error
-from hf_blend.rotary.base import compose
+from hf_blend.rotary.base import compose, rotary_table
 from hf_blend.rotary.half import Half
 from hf_blend.rotary.interleaved import Interleaved
 from hf_blend.rotary.interleaved_halves import InterleavedHalves
-from hf_blend.rotary.tables import rotary_table
 from hf_blend.rotary.unrotated import Unrotated
 
 HEAD_DIM = 16

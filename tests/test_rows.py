@@ -13,9 +13,8 @@ from hf_blend.cache.indexed_layer import IndexedKind
 from hf_blend.cache.layers import BlendLayer, BlendSlidingLayer
 from hf_blend.model.anatomy import LayerCall, decoder_layers
 from hf_blend.model.attention import ROWS
-from hf_blend.prefill.arguments import RowArguments
-from hf_blend.prefill.layer_kind import LayerKind
-from hf_blend.prefill.rows import Rows, highest
+from hf_blend.prefill.blend import LayerKind
+from hf_blend.prefill.rows import RowArguments, Rows, highest
 
 
 @st.composite

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from hf_blend import plugins
 from hf_blend.errors import ConfigError
-from hf_blend.prefill.observing import AttentionObserver
+from hf_blend.prefill.probe import AttentionObserver
 from hf_blend.prefill.rows import highest
 from hf_blend.selectors import expected_error
 from hf_blend.selectors.attention import Attention

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_blend import BlendCache, ChunkStore, PromptError, blended
-from hf_blend.prefill import notices
+from hf_blend.prefill.report import warn_once
 from hf_blend.prompt.pieces import tokenize
 from hf_blend.prompt.text import build_text
 from hf_blend.prompt.tokenizer import tokenizer_digest
@@ -28,7 +28,7 @@ JOINS = {
 
 @pytest.fixture(autouse=True)
 def each_warning_is_new():
-    notices.warn_once.cache_clear()
+    warn_once.cache_clear()
 
 
 def longest_run(prompt, chunk):

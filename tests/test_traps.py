@@ -21,7 +21,7 @@ from transformers.modeling_flash_attention_utils import _is_packed_sequence
 from hf_blend import ChunkStore
 from hf_blend.model.anatomy import decoder_layers
 from hf_blend.model.attention import ROWS
-from hf_blend.prefill import arguments
+from hf_blend.prefill.rows import RowArguments
 from tests.asking import GREEDY, PIECES, noting, prefilled, prepared
 from tests.asking import prefill as logits
 from tests.conftest import shared_zoo_model
@@ -62,7 +62,7 @@ def test_mask_that_is_left_out_hides_wrong_keys_from_scattered_rows(monkeypatch)
     assert (scattered - full[:, rows]).abs().max() > 0.1, "the trap: no error, other numbers"
 
     note = lambda _, index, call, rows, mask, *__: seen.append((mask, call))  # noqa: E731
-    noting(monkeypatch, arguments.RowArguments, "cut", note)
+    noting(monkeypatch, RowArguments, "cut", note)
     model = zoo_model("llama")
     model.set_attn_implementation("sdpa")
     assert error(model, PIECES) <= 1e-5

@@ -16,7 +16,7 @@ from hf_blend.errors import UnsupportedModelError
 from hf_blend.model.calibrate import ensure_trusted, ratio_1
 from hf_blend.model.checks import CHECKS, CheckedModel, allowed_of, token_errors
 from hf_blend.model.quantised import shared_scale
-from hf_blend.prefill import arguments
+from hf_blend.prefill import rows
 from tests.asking import looking_ahead, raising
 
 
@@ -31,20 +31,20 @@ def test_promised_families_pass_with_room(family, dtype, tiny_model):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_model_whose_blend_is_off_is_refused_with_way_out(dtype, tiny_model, monkeypatch):
-    monkeypatch.setattr(arguments, "row_lines", looking_ahead)
+    monkeypatch.setattr(rows, "row_lines", looking_ahead)
     name = str(dtype).removeprefix("torch.")
     with pytest.raises(UnsupportedModelError, match=f"off by .* in {name}, where .*allow_unverified=True"):
         ensure_trusted(tiny_model().to(dtype), trial_cache)
 
 
 def test_self_test_that_breaks_is_refusal_and_says_how(tiny_model, monkeypatch):
-    monkeypatch.setattr(arguments, "row_lines", raising(RuntimeError("the shapes 3 and 4 do not match")))
+    monkeypatch.setattr(rows, "row_lines", raising(RuntimeError("the shapes 3 and 4 do not match")))
     with pytest.raises(UnsupportedModelError, match="ended in RuntimeError: the shapes 3 and 4 do not match"):
         ensure_trusted(tiny_model(), trial_cache)
 
 
 def test_user_may_overrule_it_and_is_warned_once(tiny_model, monkeypatch, caplog):
-    monkeypatch.setattr(arguments, "row_lines", looking_ahead)
+    monkeypatch.setattr(rows, "row_lines", looking_ahead)
     model = tiny_model()
     with caplog.at_level(logging.WARNING, "hf_blend"):
         for _ in range(3):

@@ -19,7 +19,7 @@ from hf_blend.cache import layers
 from hf_blend.context import self_extend, sequence_cache
 from hf_blend.model import calibrate, capture
 from hf_blend.model.checks import CHECKS, CheckResult
-from hf_blend.prefill import arguments, blend, plan, realign, rows
+from hf_blend.prefill import blend, plan, realign, rows
 from hf_blend.verify.model_under_test import FLOAT32_LOGITS, ModelUnderTest, attending, attention_of
 from hf_blend.verify.runner import DTYPES, Verdict, check_names, run_checks, verify
 from tests.asking import looking_ahead, raising
@@ -150,7 +150,7 @@ COMPOSE = realign.compose
 WRITE = realign.Realigner.write
 COMPUTE_CHUNKS = plan.compute_chunks
 BEGIN = blend.Prefill._begin
-CUT = arguments.RowArguments.cut
+CUT = rows.RowArguments.cut
 WRITE_STATES = rows.Rows.write_states
 
 
@@ -169,9 +169,9 @@ BREAKS: list[tuple[str, str, Any]] = [  # check, what of the library is broken, 
     ("moved_chunk", "prefill.realign.compose", wrong_turn),
     ("moved_chunk", "prefill.realign.Realigner.write", values_shifted),
     ("prefix_cache", "prefill.plan.compute_chunks", stored_coarsely),
-    ("ratio_1", "prefill.arguments.row_lines", looking_ahead),
+    ("ratio_1", "prefill.rows.row_lines", looking_ahead),
     ("ratio_1", "prefill.rows.Rows.write_states", only_keys_written),
-    ("fused_ratio", "prefill.arguments.RowArguments.cut", rotated_for_other_places),
+    ("fused_ratio", "prefill.rows.RowArguments.cut", rotated_for_other_places),
     ("fused_ratio", "prefill.blend.Prefill._begin", question_from_a_stale_place),
     ("untouched", "model.hooks.ForwardHooks.leave", hold),
     ("heal", "cache.layers.BlendLayer.overwrite", all_but_the_first),
@@ -274,7 +274,7 @@ def test_verify_command_ends_with_1_and_names_what_fails_or_is_refused(monkeypat
     assert code == 1
     assert json.loads(out)["rungs"] == []
     assert "layer 0 of GPT2LMHeadModel" in err
-    monkeypatch.setattr(arguments, "row_lines", looking_ahead)
+    monkeypatch.setattr(rows, "row_lines", looking_ahead)
     code, out, err = run(*"verify tiny:llama --dtype float32 --attention sdpa --rung fused_ratio --json".split())
     document = json.loads(out)
     assert code == 1

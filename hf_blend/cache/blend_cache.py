@@ -36,8 +36,7 @@ from ..model.cache_keyword import cache_argument
 from ..model.fingerprint import structure_of
 from ..model.identity.canonical import refuse_wrapper
 from ..model.placement import input_device
-from ..prefill.notices import other_author, warn_once
-from ..prefill.report import BlendReport
+from ..prefill.report import BlendReport, other_author, warn_once
 from ..prefill.request import PendingPrompt
 from ..prompt.documents import is_document
 from ..prompt.history import History, shared_tokens
@@ -49,10 +48,8 @@ from ..recipes import Recipe
 from ..store import ChunkStore
 from .forwards import CacheForwards
 from .healing import heal
-from .kv_layers import KVLayers
-from .model_info import ModelInfo
 from .session import load_cache, save_cache
-from .state import ASK_AGAIN, BlendState
+from .state import ASK_AGAIN, BlendState, KVLayers, ModelInfo
 
 NOT_A_CHAT = (
     "the tokenizer has a chat template, but inputs() joins plain texts, to which a chat model may answer nothing. "

@@ -22,14 +22,20 @@ from ..model.cache_keyword import cache_among
 from ..model.flops import layer_costs
 from ..model.hooks import ForwardHooks
 from ..model.identity.canonical import refuse_request_state
-from ..prefill import notices
-from ..prefill.blend import Prefill
-from ..prefill.context import PrefillContext
-from ..prefill.observing import AttentionObserver
+from ..prefill.blend import Prefill, PrefillContext
 from ..prefill.plan import ChunkOrigin, Plan, Planner
-from ..prefill.probe import run_probe
 from ..prefill.realign import Realigner
-from ..prefill.report import Advice, BlendReport
+from ..prefill.report import (
+    NOTHING_REUSED,
+    OTHER_IDS,
+    UNEVEN,
+    Advice,
+    BlendReport,
+    other_tokenizers,
+    too_small,
+    warn_once,
+    why_nothing_found,
+)
 from ..prefill.request import PendingPrompt, Request
 from ..selectors.base import Receive
 from .state import ASK_AGAIN, BlendState
@@ -131,7 +137,7 @@ class CacheForwards:
             state.report = BlendReport(state.config.recompute_ratio, past_tokens=request.past, notice=notice)
         if is_reported:
             state.report.fallback_reason = reason
-            notices.warn_once(notices.NOTHING_REUSED + reason)
+            warn_once(NOTHING_REUSED + reason)
         if is_reported or pending.is_begun:
             state.report.prompt_tokens += request.real_tokens()
         state.pending = PendingPrompt()
@@ -244,17 +250,22 @@ class BlendedForward:
 
     def _probe(self, receive: Receive, layers: Sequence[int], rows: int | None = None) -> None:
         """Run the question alone, in the middle of the forward."""
+        from ..prefill.probe import AttentionObserver, ProbePass, run_probe  # few selectors ask for it
+
         prefill, kv, past = self.prefill, self._state.kv, self.prefill.context.request.past
         suspended = []
         for layer, snapshot in zip(kv.of_tokens, self._snapshots, strict=True):
             suspended.append(layer.suspend(snapshot, past))
-        self.prefill = probe = prefill.begin_probe(AttentionObserver(receive, layers, rows), kv.spare(self._snapshots))
+        observer = AttentionObserver(receive, layers, rows)
+        self.prefill = probe = ProbePass(prefill.context, kv.spare(self._snapshots), observer)
+        prefill.pause()
         try:
             with self._hooks.inside():
                 run_probe(self._state.model, self._cache, prefill.context)
         finally:
             self.prefill = prefill
-            prefill.end_probe(probe)
+            probe.end()
+            prefill.resume()
             for layer, states in zip(kv.of_tokens, suspended, strict=True):
                 layer.resume(states)
 
@@ -268,27 +279,27 @@ def _report_mismatches(
     """
     expected, texts = state.pending, list[str]()
     if expected.batch and pending.is_other:
-        texts.append(notices.OTHER_IDS)
+        texts.append(OTHER_IDS)
     if expected.batch and expected.notice and not expected.is_begun:
         texts.append(expected.notice)
     tokenizer = expected.tokenizer
     if tokenizer and (others := plan.tokenizers - {tokenizer}):
-        texts.append(notices.other_tokenizers(others, tokenizer))
+        texts.append(other_tokenizers(others, tokenizer))
     if plan.kept_ratio < 1:
-        texts.append(notices.too_small(plan.kept_ratio))
+        texts.append(too_small(plan.kept_ratio))
     if plan.uneven_chunks:
-        texts.append(notices.UNEVEN)
+        texts.append(UNEVEN)
     for text in texts:
-        notices.warn_once(text)
+        warn_once(text)
     report.notice = " ".join(filter(None, (report.notice, *texts)))
     used = report.reusable_tokens + report.exact_tokens
     if pending.is_begun or used or report.past_tokens:
         return
     prefix_ids = state.chunk_prefix_ids
     report.fallback_reason = (
-        notices.UNEVEN
+        UNEVEN
         if plan.uneven_chunks
-        else notices.why_nothing_found(state.store, fingerprint, prefix_ids, tokenizer)
+        else why_nothing_found(state.store, fingerprint, prefix_ids, tokenizer)
     )
     if report.fallback_reason:
-        notices.warn_once(notices.NOTHING_REUSED + report.fallback_reason)
+        warn_once(NOTHING_REUSED + report.fallback_reason)

@@ -24,11 +24,10 @@ from ..model.cache_class import cache_class_for
 from ..model.cache_keyword import cache_argument
 from ..model.identity.canonical import canonical, refuse_request_state
 from ..model.placement import input_device
-from ..rotary.regime import frequency_regime
+from ..rotary.base import frequency_regime
 from ..store.memory import available_bytes
-from .kv_layers import KVLayers
 from .layers import BlendLayer
-from .state import ASK_AGAIN, BlendState
+from .state import ASK_AGAIN, BlendState, KVLayers
 
 BLOCK_TOKENS = 256  # in one forward
 

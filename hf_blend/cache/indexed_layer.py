@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..model.anatomy import LayerCall
-from ..prefill.layer_kind import LayerKind
+from ..prefill.blend import LayerKind
 from ..prefill.rows import Rows
-from ..rotary.tables import Table
+from ..rotary.base import Table
 from .layers import BlendLayer
 from .quantised_layer import QuantisedLayer
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from ..errors import ConfigError
-from ..prefill.layer_kind import LayerKind
+from ..prefill.blend import LayerKind
 
 ROOM_TOKENS = 256  # spare columns behind the prompt; an answer that outgrows them costs one copy per doubling
 SPARE_SHARE = 16  # `Columns` that grow leave one spare column for so many that are used

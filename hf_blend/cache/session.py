@@ -32,8 +32,7 @@ from ..store.chunk import has_usable_values
 from ..store.format import EntryFile, pack_entry
 from ..store.tiers.base import EntryFault, as_fault
 from ..store.tiers.files import open_regular, write_atomically
-from .cached_tokens import CachedTokens
-from .state import BlendState
+from .state import BlendState, CachedTokens
 
 KIND = "hf_blend.conversation/1"
 END = 1 << 31  # of token ids and positions

@@ -31,7 +31,7 @@ from ..model.checks import CheckedModel, Use, ensure_passed
 from ..model.hooks import ForwardHooks
 from ..model.modality import other_inputs
 from ..model.placement import input_device
-from ..prefill.layout import layout_of
+from ..prefill.plan import layout_of
 from ..prompt.history import UNKNOWN
 from .sequence_layer import SequenceLayer
 from .sequence_state import check_state, sequences_of

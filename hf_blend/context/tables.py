@@ -31,8 +31,7 @@ from ..model.anatomy import (
 from ..model.calibrate import rotary_styles
 from ..model.hooks import hooked
 from ..model.placement import input_device
-from ..rotary.base import RotaryStyle, compose
-from ..rotary.tables import Table, own_table, rotary_table
+from ..rotary.base import RotaryStyle, Table, compose, own_table, rotary_table
 
 PROBE_TOKENS = 5  # not the number of axes that some positions have
 MOVING = ("dynamic", "longrope")  # kinds of scaling whose frequencies depend on how long the prompt is

@@ -15,7 +15,7 @@ from ..cache.layers import BatchOfRequests, BlendLayer, BlendSlidingLayer
 from ..errors import ConfigError
 from ..model.anatomy import LayerCall
 from ..model.extras import LayerExtension, Spans, register
-from ..prefill.layer_kind import LayerKind
+from ..prefill.blend import LayerKind
 from ..prefill.rows import Rows
 from ..selectors.base import KV
 from .mixer import ActiveRows, MixerPass, full_arguments

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from .. import plugins
 from ..errors import UnsupportedModelError
-from ..rotary.base import RotaryStyle, at_the_end, compose, in_values, with_style_beside
-from ..rotary.tables import Table
+from ..rotary.base import RotaryStyle, Table, at_the_end, compose, in_values, with_style_beside
 from .anatomy import decoder_layers, decoder_of, refuse_other_states, stock_cache, stock_layers, text_config
 from .cache_keyword import cache_argument
 from .capture import Capture, capture

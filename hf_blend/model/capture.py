@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import PromptError, UnsupportedModelError
 from ..prompt.pieces import check_ids
-from ..rotary.regime import frequency_regime
-from ..rotary.tables import Table, rotary_table
+from ..rotary.base import Table, frequency_regime, rotary_table
 from ..store.chunk import ChunkKey, ChunkKV
 from .anatomy import LayerCall, decoder_layers, decoder_of, full_cache, keeps_nothing, stock_layers, text_config
 from .cache_keyword import cache_argument

@@ -8,15 +8,17 @@ end of the forward.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ..model.anatomy import LayerInfo
 from ..model.attention import AttentionCapture, AttentionFn, stock_function
-from .context import PrefillContext
 from .plan import PlacedChunk
+
+if TYPE_CHECKING:
+    from .blend import PrefillContext
 
 LAYERS = 4  # that are listened to
 ROWS = 16  # of the question
@@ -26,7 +28,7 @@ IMPORTANT_SHARE = 0.25  # of a prompt's stored tokens are called important (IMPR
 class ImportanceListener:
     """What attention says of stored chunks, gathered for a store that reads it."""
 
-    def __init__(self, context: PrefillContext, after: int) -> None:
+    def __init__(self, context: "PrefillContext", after: int) -> None:
         """Prepare to listen behind a layer."""
         self._plan = context.plan
         self._past = context.request.past

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from ..model.extras import Spans
-from ..rotary.base import RotaryStyle, compose
-from ..rotary.tables import Table
+from ..rotary.base import RotaryStyle, Table, compose
 from ..store.chunk import StackedLayers
 from ..store.stream import LazyLayers
 from .plan import PlacedChunk

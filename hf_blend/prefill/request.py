@@ -13,8 +13,7 @@ from ..errors import PromptError, UnsupportedModelError
 from ..model.anatomy import PER_TOKEN, text_config
 from ..model.modality import other_inputs
 from ..prompt.pieces import PromptBatch
-from .plan import PromptRow
-from .positions import PositionRun, copy_to_host, find_runs, is_readable
+from .plan import PositionRun, PromptRow, copy_to_host, find_runs, is_readable
 
 ADAPTERS = ("adapter_names", "alora_offsets")  # of PEFT, which puts hooks into the model for one call
 PADDED_INSIDE = "padding stands behind or between the tokens of a prompt. Pad on the left: padding_side='left'."

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PromptError
-from ..rotary.regime import stretches
+from ..rotary.base import stretches
 from .documents import EXPECTED, is_list, list_documents, text_of
 from .history import History
 from .history import shared_tokens as shared_tokens  # of prompts

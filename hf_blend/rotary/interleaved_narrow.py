@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pairs of neighbouring dimensions under a table that holds each angle once: Llama 4, DeepSeek-V2, GPT-J up to 5.23.
 
-The first two hand complex numbers to their layers; see `hf_blend.rotary.tables`.
+The first two hand complex numbers to their layers; see `hf_blend.rotary.base`.
 """
 
 from torch import Tensor

@@ -137,7 +137,7 @@ class Store:
 
         Args:
             key: which chunk.
-            layout: of the model that will use it (`hf_blend.prefill.layout.layout_of`); a chunk of another shape or
+            layout: of the model that will use it (`hf_blend.prefill.plan.layout_of`); a chunk of another shape or
                 dtype is a miss. None accepts any.
 
         Returns:

@@ -34,7 +34,7 @@ from ..model.extras import extras_of
 from ..model.fingerprint import fingerprint
 from ..model.placement import input_device
 from ..prompt.pieces import Prompt, batch
-from ..rotary.tables import Table
+from ..rotary.base import Table
 from ..store import ChunkStore
 from ..store.chunk import ChunkKV
 
