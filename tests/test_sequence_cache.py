@@ -4,6 +4,8 @@
 
 import copy
 import gc
+import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -108,6 +110,24 @@ def test_copy_that_changes_leaves_its_source_alone():
     expected += prompt(3, 1)[0].tolist()
     assert cache.tokens(1) == expected
     assert cache.positions(1) == list(range(22))
+
+
+@pytest.mark.parametrize("kind", [SequenceCache, partial(ShiftCache, window_tokens=40)])
+def test_deepcopy_continues_by_itself_and_other_copies_are_refused(kind):
+    cache = kind(LLAMA)
+    fed(cache, prompt(24))
+    cache.remove(0, 4, 9)
+    cache.shift(0, 9, None, -5)
+    twin = copy.deepcopy(cache)
+    assert twin.model is LLAMA
+    assert twin.author == cache.author
+    assert getattr(twin, "window_tokens", None) == getattr(cache, "window_tokens", None)
+    expected = fed(cache, prompt(5, 1))
+    assert len(twin.tokens()) == 19
+    assert torch.equal(fed(twin, prompt(5, 1)), expected)
+    for way in (copy.copy, pickle.dumps):
+        with pytest.raises(ConfigError, match=r"of 24 tokens.*Use copy.deepcopy\(cache\)"):
+            way(cache)
 
 
 def test_crop_into_shared_tokens_leaves_copy_alone():
@@ -258,7 +278,7 @@ def test_use_continues_each_sequence_as_stock_cache(name, attention):
 def test_batches_and_wrong_sequences_are_refused_by_name():
     cache = filled(LLAMA)
     for wrong in (-1, 1.0, True):
-        with pytest.raises(ConfigError, match="expected a number from 0 on"):
+        with pytest.raises(ConfigError, match="expected a whole number from 0 on"):
             cache.use(wrong)
     with pytest.raises(ConfigError, match="no new tokens"):
         cache.inputs([])

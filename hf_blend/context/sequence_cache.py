@@ -11,11 +11,13 @@
     cache.use(1)                      # the next forward continues sequence 1
 
 A key is stored as it was computed and rotated from there each time, so any number of moves costs the precision of one.
-The semantics are those of llama.cpp's KV cache, except that a shift moves a shared token for one sequence only, and
-that one sequence at a time is continued.
+The semantics are those of llama.cpp's KV cache (llama.h), except that a shift moves a shared token for one sequence
+only, and that one sequence at a time is continued.
 """
 
+import copy
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -36,7 +38,7 @@ from ..prompt.history import UNKNOWN
 from .sequence_layer import SequenceLayer
 from .sequence_state import check_state, sequences_of
 from .tables import TableSource, counted_in_tokens, regime_tokens
-from .token_table import TokenTable
+from .token_table import EVERY, TokenTable
 
 MOVE = Use(
     "move",
@@ -45,6 +47,7 @@ MOVE = Use(
     "Use a fresh prefill instead, or pass allow_unverified=True to use it all the same.",
 )
 Forward = tuple[Tensor, Tensor]  # positions and ids of new tokens, `[tokens]` each
+OF_MODEL = ("model", "_source", "_device", "_hooks")  # what a copy of a cache shares, or has of its own
 RESET = "Go back to what the model was, or reset() the cache and prefill again."
 
 
@@ -110,7 +113,7 @@ class SequenceCache(Cache):
 
     @property
     def sequences(self) -> list[int]:
-        """The numbers of all sequences that were written to and not forgotten, in increasing order."""
+        """The numbers of all sequences that have tokens, in increasing order."""
         return self._table.sequences
 
     def tokens(self, sequence: int | None = None) -> list[int]:
@@ -130,16 +133,16 @@ class SequenceCache(Cache):
         """Whether there is anything in the cache."""
         return self.get_seq_length() > 0
 
-    # Operations of llama.cpp
+    # Operations of llama.cpp: positions `start:stop`, where a `stop` of None or -1 is the end
 
-    def remove(self, sequence: int | None = None, start: int = 0, stop: int | None = None) -> None:
-        """Forget the tokens of a sequence, or of every one (None), at positions `start:stop`."""
-        self._table.remove(sequence, start, stop)
+    def remove(self, sequence: int = EVERY, start: int = 0, stop: int | None = None) -> None:
+        """Forget the tokens of a sequence, or of every one (-1), at positions `start:stop`."""
+        self._table.remove(whole("the number of a sequence", sequence, least=EVERY), *_range(start, stop))
         self._changed()
 
     def copy(self, source: int, target: int, start: int = 0, stop: int | None = None) -> None:
         """Add the tokens of `source` at positions `start:stop` to `target`; the storage is shared."""
-        self._table.copy(self._number(source), self._number(target), start, stop)
+        self._table.copy(self._number(source), self._number(target), *_range(start, stop))
         self._changed()
 
     def keep(self, sequence: int) -> None:
@@ -149,16 +152,16 @@ class SequenceCache(Cache):
 
     def shift(self, sequence: int, start: int, stop: int | None, delta: int) -> None:
         """Move the tokens at positions `start:stop` by `delta`; those that would go below 0 are forgotten."""
-        self._table.shift(self._number(sequence), start, stop, delta)
+        self._table.shift(self._number(sequence), *_range(start, stop), whole("delta", delta))
         self._changed()
 
     def divide(self, sequence: int, start: int, stop: int | None, by: int) -> None:
         """Divide the positions `start:stop` by a whole number from 1 on, rounding down.
 
         Raises:
-            ConfigError: the number is below 1.
+            ConfigError: the number is below 1, or no whole number.
         """
-        self._table.divide(self._number(sequence), start, stop, by)
+        self._table.divide(self._number(sequence), *_range(start, stop), whole("by", by, least=1))
         self._changed()
 
     def use(self, sequence: int) -> None:
@@ -287,7 +290,24 @@ class SequenceCache(Cache):
         """Refuse more rows than one."""
         _refuse_rows([0] * repeats)
 
-    # Sessions
+    # Copies and sessions
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SequenceCache":
+        """A cache for the same model with a copy of everything else."""
+        twin = type(self).__new__(type(self))
+        SequenceCache.__init__(twin, self.model, allow_unverified=True)  # the model was taken before
+        for name, value in vars(self).items():
+            if name not in OF_MODEL:
+                setattr(twin, name, copy.deepcopy(value, memo))
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused: a cache belongs to a model object, and `copy.copy` would share its K and V."""
+        raise ConfigError(
+            f"a {type(self).__name__} of {self.get_seq_length()} tokens was to be pickled, or copied by copy.copy, "
+            "but it belongs to a model object, and a copy would share its K and V. Use copy.deepcopy(cache), or "
+            "save_session(cache, path) of hf_blend.context.session and load_session in another process."
+        )
 
     def refuse_extended(self) -> None:
         """Refuse to be saved if the model is inside `self_extend`, or was when it computed some of the tokens."""
@@ -335,11 +355,7 @@ class SequenceCache(Cache):
         return [SequenceLayer() for _ in decoder_layers(self.model)]
 
     def _number(self, sequence: int | None) -> int:
-        if sequence is None:
-            return self.active
-        if isinstance(sequence, bool) or not isinstance(sequence, int) or sequence < 0:
-            raise ConfigError(f"a sequence is named {sequence!r}, expected a number from 0 on.")
-        return sequence
+        return self.active if sequence is None else whole("the number of a sequence", sequence, least=0)
 
     def _new_tokens(self, arguments: dict[str, Any]) -> Tensor:
         """The ids of the new tokens, `[1, tokens]`, or their embeddings, `[1, tokens, width]`."""
@@ -452,6 +468,19 @@ class SequenceCache(Cache):
                 f"the active sequence has holes or repeats in its positions, but {reason}, not positions. Close the "
                 "holes with shift()."
             )
+
+
+def whole(name: str, value: Any, least: int | None = None) -> int:
+    """A whole number of Python or numpy; raises ConfigError for anything else, and for less than `least`."""
+    is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+    if is_whole and (least is None or value >= least):
+        return int(value)
+    bound = "" if least is None else f" from {least} on"
+    raise ConfigError(f"{name} is {value!r:.60}, expected a whole number{bound}.")
+
+
+def _range(start: Any, stop: Any) -> tuple[int, int | None]:
+    return whole("start", start), None if stop is None else whole("stop", stop)
 
 
 def _refuse_rows(rows: Sequence[int]) -> None:

@@ -10,9 +10,8 @@ the others alone, where llama.cpp moves a shared cell for all of them. All range
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
-
 Row = tuple[Tensor, Tensor]  # cells and positions, `[tokens]` each, in the order in which attention sees them
+EVERY = -1  # sequence, where tokens are removed
 
 
 class TokenTable:
@@ -44,8 +43,11 @@ class TokenTable:
         return self._rows.get(sequence, (empty, empty))
 
     def set_row(self, sequence: int, cells: Tensor, positions: Tensor) -> None:
-        """Replace a sequence, by `[tokens]` each."""
-        self._rows[sequence] = cells, positions
+        """Replace a sequence, by `[tokens]` each; one without tokens is none."""
+        if len(cells):
+            self._rows[sequence] = cells, positions
+        else:
+            self._rows.pop(sequence, None)
 
     def length(self, sequence: int) -> int:
         """How many tokens a sequence has."""
@@ -67,9 +69,9 @@ class TokenTable:
         self.ids = torch.cat([self.ids, ids])
         self.origins = torch.cat([self.origins, origins])
 
-    def remove(self, sequence: int | None, start: int = 0, stop: int | None = None) -> None:
-        """Forget the tokens of a sequence, or of all (None), at positions `start <= p < stop` (None: to the end)."""
-        for number in self.sequences if sequence is None else [sequence]:
+    def remove(self, sequence: int, start: int = 0, stop: int | None = None) -> None:
+        """Forget the tokens of a sequence, or of every one (-1), at positions `start <= p < stop`."""
+        for number in self.sequences if sequence == EVERY else [sequence]:
             cells, positions = self.row(number)
             stays = ~_within(positions, start, stop)
             self.set_row(number, cells[stays], positions[stays])
@@ -83,7 +85,9 @@ class TokenTable:
 
     def keep(self, sequence: int) -> None:
         """Forget every other sequence."""
-        self._rows = {sequence: self.row(sequence)}
+        cells, positions = self.row(sequence)
+        self._rows = {}
+        self.set_row(sequence, cells, positions)
 
     def shift(self, sequence: int, start: int, stop: int | None, delta: int) -> None:
         """Move the tokens at positions `start <= p < stop` by `delta`; those that would go below 0 are forgotten."""
@@ -93,8 +97,6 @@ class TokenTable:
 
     def divide(self, sequence: int, start: int, stop: int | None, by: int) -> None:
         """Divide the positions `start <= p < stop` by a whole number of at least 1, rounding down."""
-        if by < 1:
-            raise ConfigError(f"positions are to be divided by {by}, but a whole number from 1 on is expected.")
         cells, positions = self.row(sequence)
         divided = torch.where(_within(positions, start, stop), positions // by, positions)
         self.set_row(sequence, cells, divided)
@@ -142,5 +144,8 @@ class TokenTable:
 
 
 def _within(positions: Tensor, start: int, stop: int | None) -> Tensor:
-    inside = positions >= max(0, start)
-    return inside if stop is None else inside & (positions < stop)
+    """Which positions are in a range; a `stop` that is None or below 0 is the end, as in llama.h."""
+    inside = positions >= start
+    if stop is None or stop < 0:
+        return inside
+    return inside & (positions < stop)
