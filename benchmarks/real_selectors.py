@@ -43,7 +43,7 @@ from hf_blend.evaluation.bundled import load_model
 from hf_blend.evaluation.summary import interval
 from hf_blend.evaluation.tasks.samsum import Samsum
 from hf_blend.model.anatomy import bos_prefix
-from hf_blend.model.context import default_prefix
+from hf_blend.model.capture import default_prefix
 
 RESULTS = Path(__file__).parent / "results"
 SYSTEM = "Answer the question from the documents. Reply with the answer only, in a few words."

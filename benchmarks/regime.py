@@ -40,7 +40,7 @@ from hf_blend.errors import HfBlendError
 from hf_blend.evaluation.bundled import load_model
 from hf_blend.evaluation.scores.word_f1 import WordF1
 from hf_blend.evaluation.summary import share_interval
-from hf_blend.model.context import default_prefix
+from hf_blend.model.capture import default_prefix
 from hf_blend.selectors.base import TokenView
 
 RESULTS = Path(__file__).parent / "results"

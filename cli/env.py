@@ -75,7 +75,7 @@ def _surroundings() -> dict[str, Any]:
 
 def _model(name: str) -> dict[str, Any]:
     from hf_blend.model.calibrate import rotary_styles
-    from hf_blend.model.fingerprint import fingerprint
+    from hf_blend.model.identity import fingerprint
     from hf_blend.model_names import load_model
 
     loaded = load_model(name)

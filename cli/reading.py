@@ -52,7 +52,7 @@ def load(source: "ModelSource", store: "ChunkStore | None" = None, blends: bool 
     """Read a model's weights, find out who it is and whether it blends; say if a store has other models' documents."""
     from hf_blend import BlendCache, BlendConfig, ChunkStore
     from hf_blend.errors import HfBlendError
-    from hf_blend.model.fingerprint import fingerprint
+    from hf_blend.model.identity import fingerprint
 
     model = source.load()
     with said_if_slow(CHECKING), contextlib.suppress(HfBlendError):  # what uses the model refuses it

@@ -67,7 +67,7 @@ def tune(
     from hf_blend.evaluation import tuning
     from hf_blend.evaluation.asking import Pipeline
     from hf_blend.evaluation.bundled import open_model
-    from hf_blend.model.fingerprint import fingerprint
+    from hf_blend.model.identity import fingerprint
     from hf_blend.recipes import Recipe
 
     def watch(items: Any, what: str) -> Any:

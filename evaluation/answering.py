@@ -14,7 +14,7 @@ from transformers import BatchEncoding
 from hf_blend import BlendCache, ChunkStore, plugins
 from hf_blend.config import BlendConfig, default_config
 from hf_blend.errors import ConfigError, PromptError
-from hf_blend.model.placement import input_device
+from hf_blend.model.anatomy import input_device
 from hf_blend.prompt.detokenizer import Detokenizer
 from hf_blend.prompt.messages import build_messages, render
 from hf_blend.prompt.pieces import Span, build

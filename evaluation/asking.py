@@ -19,8 +19,7 @@ from hf_blend import BlendCache, ChunkStore
 from hf_blend.cache.idle_healing import IdleHealing
 from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError, PromptError
-from hf_blend.model.cache_keyword import cache_argument
-from hf_blend.model.placement import input_device
+from hf_blend.model.anatomy import cache_argument, input_device
 from hf_blend.prefill.report import BlendReport
 
 from .answering import (
@@ -235,9 +234,7 @@ class Pipeline:
 
     def store_chunks(self, question: Question, config: BlendConfig) -> None:
         """Compute the chunks of a prompt that the store lacks, as a config captures them; not timed."""
-        reuse = replace(
-            REUSE, chunk_prefix_ids=config.chunk_prefix_ids, allow_unverified=config.allow_unverified
-        )
+        reuse = replace(REUSE, chunk_prefix_ids=config.chunk_prefix_ids, allow_unverified=config.allow_unverified)
         self.answer(question.request, reuse, 1)
 
     @torch.no_grad()
@@ -339,9 +336,7 @@ class Chat:
         """Answer, and remember question and answer."""
         self.healing.stop()
         self.question = question
-        answer = self.pipeline.answer(
-            question.request, self.config, self.max_new_tokens, tell=tell, cache=self.cache
-        )
+        answer = self.pipeline.answer(question.request, self.config, self.max_new_tokens, tell=tell, cache=self.cache)
         self.turns.append(Turn(question.name, answer.text, question.documents))
         if "messages" in question.request and answer.cache is not None:  # other prompts do not begin as the last did
             self.cache = answer.cache

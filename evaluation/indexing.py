@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_blend import ChunkStore
 from hf_blend.errors import StoreError
-from hf_blend.model.fingerprint import fingerprint
+from hf_blend.model.identity import fingerprint
 from hf_blend.prompt.pieces import tokenize
 from hf_blend.store import ChunkKey
 

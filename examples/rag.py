@@ -10,7 +10,7 @@ import tempfile
 
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.evaluation.bundled import handbook_questions, load_model
-from hf_blend.model.cache_keyword import cache_argument
+from hf_blend.model.anatomy import cache_argument
 
 
 def main(name: str = "smollm2") -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from .generate import blended
-    from .model.identity.canonical import observer
+    from .model.identity import observer
     from .model_names import load
     from .sparse.decoding import sparse_decoding
     from .store import ChunkStore
@@ -62,7 +62,7 @@ _HOMES = {  # the others live in errors
     "ShiftCache": "context.sequence_cache",
     "blended": "generate",
     "load": "model_names",
-    "observer": "model.identity.canonical",
+    "observer": "model.identity",
     "self_extend": "context.self_extend",
     "sparse_decoding": "sparse.decoding",
 }

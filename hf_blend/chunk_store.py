@@ -107,7 +107,7 @@ class ChunkStore(Store):
 
         Over a store that loads in part the choice does not depend on the question.
         """
-        from .model.fingerprint import fingerprint
+        from .model.identity import fingerprint
 
         found = self.recipes.get(fingerprint(model)) if self.recipes else None
         if found is None or (self.loads_in_part and found.needs_question()):
@@ -120,7 +120,7 @@ class ChunkStore(Store):
         They are the model's BOS, if any, and a short text. BOS alone without a tokenizer, and for models that the text
         does not suit: few positions, the state of a mixer, or a tokenizer without its words.
         """
-        from .model.context import default_prefix
+        from .model.capture import default_prefix
 
         return default_prefix(model, tokenizer)
 
@@ -158,8 +158,7 @@ class ChunkStore(Store):
             StoreError: a chunk's KV holds NaN or infinity.
             UnsupportedModelError: the model has hooks of others, is wrapped, or changes while it is used.
         """
-        from .model.canary import compute_chunks
-        from .model.capture import check_chunk
+        from .model.capture import check_chunk, compute_chunks
         from .prompt.pieces import list_chunks, tokenizer_digest
 
         chunks = list_chunks(chunks)
@@ -186,7 +185,7 @@ class ChunkStore(Store):
 
         Nothing is computed. Raises PromptError if `chunks` is not a list, or a chunk is empty.
         """
-        from .model.fingerprint import fingerprint
+        from .model.identity import fingerprint
         from .prompt.pieces import tokenize_chunks
 
         identity = fingerprint(model)

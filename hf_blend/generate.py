@@ -23,7 +23,7 @@ from . import plugins
 from .cache.blend_cache import BlendCache
 from .config import BlendConfig, default_config
 from .errors import ConfigError
-from .model.cache_keyword import KEYWORD, cache_among, cache_argument, without_cache
+from .model.anatomy import KEYWORD, cache_among, cache_argument, without_cache
 from .prefill.report import BlendReport
 from .store import ChunkStore
 

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 
 from hf_blend import BlendCache, ChunkStore, observer
+from hf_blend.model.attention import row_lines
 from hf_blend.model.hooks import hears_forwards
-from hf_blend.model.row_masks import row_lines
 from tests.conftest import random_pieces
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}

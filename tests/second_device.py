@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 import hf_blend
 from hf_blend import observer
-from hf_blend.model.identity import weights
+from hf_blend.model import identity
 
 DEVICE = torch.device("cuda", 0)
 _SHELL = torch.device("meta")  # what torch itself sees: the one device that is always there
@@ -146,7 +146,7 @@ def second_device():
         entered.enter_context(mock.patch.object(threading.Thread, "run", in_thread))
         for name in ("_lazy_init", "set_device"):
             entered.enter_context(mock.patch.object(torch.cuda, name, return_value=None))
-        entered.enter_context(mock.patch.object(weights, "sampled", return_value=[]))  # bits: not there
+        entered.enter_context(mock.patch.object(identity, "sampled", return_value=[]))  # bits: not there
         yield entered.enter_context(observer(mode))
 
 

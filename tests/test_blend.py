@@ -13,7 +13,7 @@ from hf_blend import BlendCache, ChunkStore
 from hf_blend.errors import ConfigError, UnsupportedModelError
 from hf_blend.model.anatomy import decoder_layers
 from hf_blend.model.calibrate import rotary_styles
-from hf_blend.model.fingerprint import fingerprint
+from hf_blend.model.identity import fingerprint
 from hf_blend.rotary.base import compose
 from hf_blend.store.chunk import ChunkKey
 from tests.asking import THREE, apart, prepared

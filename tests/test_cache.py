@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_blend import BlendCache, observer
-from hf_blend.model.fingerprint import fingerprint
+from hf_blend.model.identity import fingerprint
 from hf_blend.store.chunk import ChunkKey
 from tests.asking import GREEDY, as_stock, asked, generated, hooks, memory, prepared
 

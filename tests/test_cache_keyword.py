@@ -12,7 +12,7 @@ from transformers import GenerationMixin
 
 from hf_blend import blended
 from hf_blend.context.sequence_cache import SequenceCache
-from hf_blend.model.cache_keyword import KEYWORD, KEYWORDS, cache_among, cache_argument, without_cache
+from hf_blend.model.anatomy import KEYWORD, KEYWORDS, cache_among, cache_argument, without_cache
 from tests.asking import GREEDY, PIECES, prepared
 
 TAKEN = KEYWORDS if KEYWORD == "cache" else (KEYWORD,)  # by this transformers

@@ -9,8 +9,8 @@ import torch
 from tiny_models import tiny_model
 
 from hf_blend import BlendCache, ChunkStore
-from hf_blend.model.context import LEAST_POSITIONS, MOST_TOKENS, TEXT, default_prefix
-from hf_blend.model.fingerprint import fingerprint
+from hf_blend.model.capture import LEAST_POSITIONS, MOST_TOKENS, TEXT, default_prefix
+from hf_blend.model.identity import fingerprint
 from tests.conftest import random_ids, random_pieces
 
 CHUNKS = [random_ids(20, seed) for seed in (1, 2)]

@@ -7,7 +7,7 @@ import torch
 
 from hf_blend import BlendCache
 from hf_blend.errors import PromptError
-from hf_blend.model.fingerprint import fingerprint
+from hf_blend.model.identity import fingerprint
 from hf_blend.store.chunk import ChunkKey
 from tests.asking import THREE, prepared
 from tests.asking import generated as run

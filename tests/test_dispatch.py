@@ -11,10 +11,9 @@ from accelerate import cpu_offload, disk_offload, dispatch_model
 from tiny_models import tiny_model
 
 from hf_blend import UnsupportedModelError
-from hf_blend.model import fingerprint
-from hf_blend.model.anatomy import decoder_layers
-from hf_blend.model.placement import input_device
-from hf_blend.model.row_masks import LocalLines, MadeLines
+from hf_blend.model import identity
+from hf_blend.model.anatomy import decoder_layers, input_device
+from hf_blend.model.attention import LocalLines, MadeLines
 from hf_blend.verify.model_under_test import ModelUnderTest
 from hf_blend.verify.runner import measure
 from tests.asking import PIECES, asked, generated, hooks, memory, prepared
@@ -80,7 +79,7 @@ def test_fingerprint_chunks_and_text_of_dispatched_model_are_same(how, tmp_path)
     whole = tiny_model("llama")
     store = memory()
     model = offloaded(copy.deepcopy(whole), how, tmp_path)
-    assert fingerprint.fingerprint(model) == fingerprint.fingerprint(whole)
+    assert identity.fingerprint(model) == identity.fingerprint(whole)
     cache, expected = asked(whole, PIECES, store=store)
     assert cache.report.computed_chunks == 3
     cache, got = asked(model, PIECES, store=store)

@@ -12,7 +12,7 @@ from families import broken, verify_types
 from tiny_models import EXTRA, tiny_model
 
 from hf_blend import SequenceCache, UnsupportedModelError
-from hf_blend.model.cache_keyword import KEYWORD
+from hf_blend.model.anatomy import KEYWORD
 from hf_blend.model.calibrate import rotary_styles
 from hf_blend.verify.model_under_test import ModelUnderTest
 from hf_blend.verify.runner import measure

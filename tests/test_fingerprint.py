@@ -11,9 +11,7 @@ from torch import nn
 from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from hf_blend.errors import UnsupportedModelError
-from hf_blend.model.fingerprint import fingerprint
-from hf_blend.model.identity.checksum import checksum
-from hf_blend.model.identity.config import IGNORED_CONFIG_FIELDS, config_part
+from hf_blend.model.identity import IGNORED_CONFIG_FIELDS, checksum, config_part, fingerprint
 
 CONFIGS = [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Gemma3TextConfig]
 

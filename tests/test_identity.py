@@ -18,8 +18,8 @@ from transformers import DynamicCache
 import hf_blend
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.errors import ConfigError, UnsupportedModelError
-from hf_blend.model import canary
-from hf_blend.model.fingerprint import fingerprint, per_model
+from hf_blend.model import capture
+from hf_blend.model.identity import fingerprint, per_model
 
 IDS = torch.arange(3, 35)[None]
 CHUNKS = [list(range(10, 40)), list(range(50, 90))]
@@ -158,11 +158,11 @@ def test_fingerprint_changes_with_what_model_computes(change, tiny_model):
 @pytest.mark.parametrize("change", [method_replaced, plain_attribute, function_of_torch])  # docs/security.md
 def test_canary_of_fresh_look_finds_what_fingerprint_does_not_see(change, model, monkeypatch):
     before = fingerprint(model)
-    own = canary.canary_of(model)
+    own = capture.canary_of(model)
     change(monkeypatch, model.model.layers[0].mlp)
     assert fingerprint(model) == before, "more is seen: say so in docs/security.md"
     fingerprint(model, reread=True)
-    assert not canary.is_of_model(model, own)
+    assert not capture.is_of_model(model, own)
 
 
 def test_per_model_keeps_result_until_look_finds_another_structure(tiny_model):
@@ -271,14 +271,14 @@ def generate(model: nn.Module, store: ChunkStore) -> BlendCache:
 
 
 def test_add_stores_nothing_of_model_that_changes_meanwhile(model, monkeypatch):
-    captured = canary.capture_chunks
+    captured = capture.capture_chunks
 
     def train(*arguments: Any) -> Any:
         chunks = list(captured(*arguments))
         model.model.layers[0].mlp.up_proj.weight.data.mul_(1.5)
         return iter(chunks)
 
-    monkeypatch.setattr(canary, "capture_chunks", train)
+    monkeypatch.setattr(capture, "capture_chunks", train)
     store = ChunkStore.open("memory://")
     with pytest.raises(UnsupportedModelError, match="changed while a chunk was computed"):
         store.add(model, None, CHUNKS)
@@ -331,7 +331,7 @@ def test_chunk_with_another_canary_is_miss(factor, computed, model):
     store = ChunkStore.open("memory://")
     [key] = store.add(model, None, CHUNKS[:1])
     chunk = store.get(key)
-    numbers = canary._decoded(chunk.canary) * factor
+    numbers = capture._decoded(chunk.canary) * factor
     text = base64.b64encode(numbers.numpy().tobytes()).decode()
     store.delete(key)
     store.put(dataclasses.replace(chunk, canary=text))
@@ -340,21 +340,21 @@ def test_chunk_with_another_canary_is_miss(factor, computed, model):
     model(**inputs, past_key_values=cache, logits_to_keep=1)
     assert cache.report.computed_chunks == computed + 1, "what the prompt begins with was not stored"
     assert store.stats()["misses"].get("canary", 0) == computed
-    assert store.get(key).canary == canary.canary_of(model) or not computed
+    assert store.get(key).canary == capture.canary_of(model) or not computed
 
 
 @pytest.mark.parametrize("text", ["!", "AAAA", "x" * 400])
 def test_canary_that_cannot_be_read_is_of_no_model(text, model):
     fingerprint(model)
-    assert not canary.is_of_model(model, text)
+    assert not capture.is_of_model(model, text)
 
 
 def test_canary_is_same_with_another_attention(model):
     before = fingerprint(model)
-    own = canary.canary_of(model)
+    own = capture.canary_of(model)
     model.set_attn_implementation("eager")
     assert fingerprint(model, reread=True) == before
-    assert canary.is_of_model(model, own)
+    assert capture.is_of_model(model, own)
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from transformers import AutoConfig, DynamicCache
 
 from hf_blend import BlendCache, ChunkStore, PromptError
 from hf_blend.context.sequence_cache import SequenceCache
-from hf_blend.model.fingerprint import fingerprint
-from hf_blend.model.modality import other_inputs, placeholder_ids
+from hf_blend.model.anatomy import other_inputs, placeholder_ids
+from hf_blend.model.identity import fingerprint
 from hf_blend.store.chunk import ChunkKey
 from tests.tiny_image_models import IMAGE, image_inputs, image_tokens, tiny_image_model
 

@@ -35,7 +35,7 @@ def test_index_chunks_skips_what_is_stored_and_survives_pickling(tmp_path, as_ba
     index = pickle.loads(pickle.dumps(IndexChunks(load, {"location": tmp_path / "kv"}, column="ids")))
     digests = index({"ids": as_batch(IDS[:3])})["digest"]
     assert len({*digests}) == 3
-    monkeypatch.setattr("hf_blend.model.canary.compute_chunks", lambda model, keys: [*keys] and pytest.fail("again"))
+    monkeypatch.setattr("hf_blend.model.capture.compute_chunks", lambda model, keys: [*keys] and pytest.fail("again"))
     assert index({"ids": as_batch(IDS[:3])})["digest"] == digests
     assert pickle.loads(pickle.dumps(index))._opened is None
 

@@ -8,8 +8,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_blend.model import row_masks
-from hf_blend.model.row_masks import LocalLines, attend, row_lines
+from hf_blend.model import attention
+from hf_blend.model.attention import LocalLines, attend, row_lines
 
 LOWEST = torch.finfo(torch.float32).min
 
@@ -127,13 +127,13 @@ def test_attend_cuts_any_columns_into_blocks_of_any_size(kept, step, kept_bytes,
     dense = (torch.arange(64) <= columns[:, None])[None, None]
     query, key, value = attention_inputs(batch, len(columns), 64)
     expected = scaled_dot_product_attention(query, key, value, dense, enable_gqa=True)
-    made = [row_masks.MadeLines(dense), LocalLines(columns.expand(batch, -1), 64)]
+    made = [attention.MadeLines(dense), LocalLines(columns.expand(batch, -1), 64)]
     for lines in made:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(row_masks, "BLOCK_ROWS", (step, step))
-            patch.setattr(row_masks, "BLOCK_BYTES", 0)
-            patch.setattr(row_masks, "SMALL_MASK", (0, 0))
-            patch.setattr(row_masks, "KEPT_BYTES", kept_bytes)
+            patch.setattr(attention, "BLOCK_ROWS", (step, step))
+            patch.setattr(attention, "BLOCK_BYTES", 0)
+            patch.setattr(attention, "SMALL_MASK", (0, 0))
+            patch.setattr(attention, "KEPT_BYTES", kept_bytes)
             for _ in range(2):
                 got = attend(query, key, value, lines)
                 torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tiny_models import tiny_model
 
 from hf_blend import BlendCache, observer, plugins
+from hf_blend.model.anatomy import cache_among
 from hf_blend.model.attention import ROWS
-from hf_blend.model.cache_keyword import cache_among
 from hf_blend.model.capture import capture_chunk
-from hf_blend.model.fingerprint import fingerprint
+from hf_blend.model.identity import fingerprint
 from hf_blend.sparse.partial.blocked import BlockedChunk, BlockReader
 from hf_blend.sparse.partial.loading import PartialLoading
 from hf_blend.sparse.partial.reader import keep_in_blocks

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_blend import ChunkStore
-from hf_blend.model.fingerprint import fingerprint
+from hf_blend.model.identity import fingerprint
 from hf_blend.prefill.plan import ChunkOrigin, Planner, PromptRow
 from hf_blend.prefill.request import PendingPrompt, Request
 from hf_blend.prompt.pieces import Span

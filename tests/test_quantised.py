@@ -12,7 +12,7 @@ import torch
 from tiny_models import tiny_model
 
 from hf_blend.model.calibrate import rotary_styles
-from hf_blend.model.fingerprint import fingerprint
+from hf_blend.model.identity import fingerprint
 from hf_blend.model_names import load_model
 from hf_blend.verify.runner import verify
 from tests.asking import PIECES, asked, memory

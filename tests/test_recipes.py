@@ -9,7 +9,7 @@ import pytest
 
 from hf_blend import BlendCache, BlendConfig, ChunkStore
 from hf_blend.config import BLIND_SELECTOR
-from hf_blend.model.fingerprint import fingerprint
+from hf_blend.model.identity import fingerprint
 from hf_blend.recipes import DEFAULT, Recipe
 from tests.asking import PIECES, prefilled
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_blend import BlendCache, ChunkStore
-from hf_blend.model.flops import layer_costs
+from hf_blend.model.anatomy import layer_costs
 from hf_blend.prefill.report import BlendReport
 
 LAYERS = 4

@@ -13,9 +13,8 @@ from tiny_models import tiny_model as build
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.cache.blend_cache import trial_cache
 from hf_blend.errors import UnsupportedModelError
-from hf_blend.model.calibrate import ensure_trusted, ratio_1
+from hf_blend.model.calibrate import ensure_trusted, ratio_1, shared_scale
 from hf_blend.model.checks import CHECKS, CheckedModel, allowed_of, token_errors
-from hf_blend.model.quantised import shared_scale
 from hf_blend.prefill import rows
 from tests.asking import looking_ahead, raising
 

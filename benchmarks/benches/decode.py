@@ -17,7 +17,7 @@ from transformers import Cache, DynamicCache, StaticCache
 
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.evaluation.bench.shapes import text_config, timed_model, wait_for
-from hf_blend.model.placement import input_device
+from hf_blend.model.anatomy import input_device
 
 OURS = "blend"
 DYNAMIC = "dynamic"

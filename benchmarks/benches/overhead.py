@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_blend import BlendCache, BlendConfig, ChunkStore, observer
 from hf_blend.evaluation.answering import ids_of
 from hf_blend.evaluation.bench.shapes import random_pieces, text_config, timed_model, wait_for
-from hf_blend.model import row_masks
+from hf_blend.model import attention
 from hf_blend.prefill.report import BlendReport
 
 WAITING = (
@@ -135,8 +135,8 @@ def _runs(
 def count(run: Callable[[], Any]) -> KernelCount:
     """Count the calls of a run, with attention as it is on a GPU: a CPU cuts few rows into blocks that see less."""
     counted = KernelCount()
-    as_on_a_gpu = {name: (getattr(row_masks, name)[1],) * 2 for name in ("SMALL_MASK", "BLOCK_ROWS")}
-    with patch.multiple(row_masks, **as_on_a_gpu), counted.counting():
+    as_on_a_gpu = {name: (getattr(attention, name)[1],) * 2 for name in ("SMALL_MASK", "BLOCK_ROWS")}
+    with patch.multiple(attention, **as_on_a_gpu), counted.counting():
         run()
     return counted
 

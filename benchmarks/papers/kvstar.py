@@ -28,8 +28,7 @@ from hf_blend.evaluation.methods.base import EvalMethod, Outcome
 from hf_blend.evaluation.summary import interval
 from hf_blend.evaluation.tasks.base import Sample
 from hf_blend.evaluation.trial import EvalConfig, load_task
-from hf_blend.model.anatomy import decoder_layers
-from hf_blend.model.cache_keyword import cache_among
+from hf_blend.model.anatomy import cache_among, decoder_layers
 from hf_blend.sparse.config import SparseConfig
 from hf_blend.sparse.session import SparseSession
 from papers.paper_page import Groups, by_way, write_paper

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from hf_blend.errors import ConfigError, suggest
-from hf_blend.model.anatomy import text_config
-from hf_blend.model.placement import input_device
+from hf_blend.model.anatomy import input_device, text_config
 
 from ..bundled import choose_dtype, open_model
 

@@ -15,7 +15,7 @@ from torch import nn
 from hf_blend import ChunkStore
 from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError
-from hf_blend.model.cache_keyword import cache_argument
+from hf_blend.model.anatomy import cache_argument
 from hf_blend.version import __version__
 
 from ..answering import AnswerStreamer, begin, blend_config

@@ -19,8 +19,7 @@ from transformers import Cache
 
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.config import BlendConfig
-from hf_blend.model.cache_keyword import cache_argument
-from hf_blend.model.placement import input_device
+from hf_blend.model.anatomy import cache_argument, input_device
 from hf_blend.prompt.pieces import Prompt, batch
 from hf_blend.prompt.tokenizer import front_ids
 

@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from hf_blend.model.anatomy import full_cache
-from hf_blend.model.cache_keyword import cache_argument
-from hf_blend.model.placement import input_device
+from hf_blend.model.anatomy import cache_argument, full_cache, input_device
 
 from ..tasks.base import Sample
 from .base import EvalMethod, Outcome

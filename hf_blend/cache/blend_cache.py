@@ -29,13 +29,8 @@ from transformers.tokenization_utils_base import BatchEncoding
 from .. import plugins
 from ..config import BlendConfig
 from ..errors import ConfigError, PromptError
-from ..model.anatomy import bos_prefix, decoder_layers
-from ..model.author import author_of, refuse_other_author
-from ..model.cache_class import cache_class_for
-from ..model.cache_keyword import cache_argument
-from ..model.fingerprint import structure_of
-from ..model.identity.canonical import refuse_wrapper
-from ..model.placement import input_device
+from ..model.anatomy import bos_prefix, cache_argument, cache_class_for, decoder_layers, input_device
+from ..model.identity import author_of, refuse_other_author, refuse_wrapper, structure_of
 from ..prefill.report import BlendReport, other_author, warn_once
 from ..prefill.request import PendingPrompt
 from ..prompt.documents import is_document

@@ -17,11 +17,9 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import ConfigError, PromptError
-from ..model.anatomy import EXTENDED, is_extended, refuse_extended
-from ..model.cache_keyword import cache_among
-from ..model.flops import layer_costs
+from ..model.anatomy import EXTENDED, cache_among, is_extended, layer_costs, refuse_extended
 from ..model.hooks import ForwardHooks
-from ..model.identity.canonical import refuse_request_state
+from ..model.identity import refuse_request_state
 from ..prefill.blend import Prefill, PrefillContext
 from ..prefill.plan import ChunkOrigin, Plan, Planner
 from ..prefill.realign import Realigner
@@ -297,9 +295,7 @@ def _report_mismatches(
         return
     prefix_ids = state.chunk_prefix_ids
     report.fallback_reason = (
-        UNEVEN
-        if plan.uneven_chunks
-        else why_nothing_found(state.store, fingerprint, prefix_ids, tokenizer)
+        UNEVEN if plan.uneven_chunks else why_nothing_found(state.store, fingerprint, prefix_ids, tokenizer)
     )
     if report.fallback_reason:
         warn_once(NOTHING_REUSED + report.fallback_reason)

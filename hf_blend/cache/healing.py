@@ -18,12 +18,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from ..errors import ConfigError
-from ..model.anatomy import decoder_of, refuse_extended
-from ..model.author import author_of, refuse_other_author
-from ..model.cache_class import cache_class_for
-from ..model.cache_keyword import cache_argument
-from ..model.identity.canonical import canonical, refuse_request_state
-from ..model.placement import input_device
+from ..model.anatomy import cache_argument, cache_class_for, canonical, decoder_of, input_device, refuse_extended
+from ..model.identity import author_of, refuse_other_author, refuse_request_state
 from ..rotary.base import frequency_regime
 from ..store.memory import available_bytes
 from .layers import BlendLayer

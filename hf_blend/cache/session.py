@@ -23,15 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, StoreError
-from ..model.anatomy import refuse_extended, text_config
-from ..model.author import Author, author_of
-from ..model.cache_keyword import cache_argument
-from ..model.placement import input_device
+from ..model.anatomy import cache_argument, input_device, refuse_extended, text_config
+from ..model.identity import Author, author_of
 from ..prompt.history import History
 from ..store.chunk import has_usable_values
-from ..store.format import EntryFile, pack_entry
+from ..store.entry import EntryFile, pack_entry
 from ..store.tiers.base import EntryFault, as_fault
-from ..store.tiers.files import open_regular, write_atomically
+from ..store.tiers.disk import open_regular, write_atomically
 from .state import BlendState, CachedTokens
 
 KIND = "hf_blend.conversation/1"

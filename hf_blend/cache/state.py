@@ -20,12 +20,17 @@ from transformers.cache_utils import CacheLayerMixin
 from .. import plugins
 from ..config import BlendConfig
 from ..errors import ConfigError
-from ..model.anatomy import decoder_layers, has_indexer, stock_layers, text_config
-from ..model.author import Author, author_of, refuse_other_author
+from ..model.anatomy import (
+    decoder_layers,
+    extras_of,
+    has_indexer,
+    layer_extensions,
+    refuse_placeholders,
+    stock_layers,
+    text_config,
+)
 from ..model.calibrate import ensure_trusted, ignores_states
-from ..model.extras import extras_of, layer_extensions
-from ..model.fingerprint import per_model
-from ..model.modality import placeholders_of, refuse_placeholders
+from ..model.identity import Author, author_of, per_model, placeholders_of, refuse_other_author
 from ..prefill.report import BlendReport
 from ..prefill.request import PendingPrompt, Request
 from ..prompt.history import UNKNOWN, History

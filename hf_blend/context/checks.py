@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
-from ..model.anatomy import LayerCall, decoder_layers, full_cache
-from ..model.cache_keyword import cache_argument
+from ..model.anatomy import LayerCall, cache_argument, decoder_layers, full_cache, hooked, input_device
 from ..model.checks import (
     FAILURES,
     FLOORS,
@@ -28,8 +27,6 @@ from ..model.checks import (
     relative_error,
     violations,
 )
-from ..model.hooks import hooked
-from ..model.placement import input_device
 from .self_extend import self_extend as extended
 from .sequence_cache import SequenceCache
 

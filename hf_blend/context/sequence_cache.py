@@ -27,12 +27,10 @@ from transformers import BatchEncoding, Cache
 from ..cache.layers import as_indices, check_negative
 from ..cache.session import layer_of
 from ..errors import ConfigError, PromptError, UnsupportedModelError
-from ..model.anatomy import decoder_layers, is_extended, refuse_extended, text_config
-from ..model.author import Author, author_of, refuse_other_author
+from ..model.anatomy import decoder_layers, input_device, is_extended, other_inputs, refuse_extended, text_config
 from ..model.checks import CheckedModel, Use, ensure_passed
 from ..model.hooks import ForwardHooks
-from ..model.modality import other_inputs
-from ..model.placement import input_device
+from ..model.identity import Author, author_of, refuse_other_author
 from ..prefill.plan import layout_of
 from ..prompt.history import UNKNOWN
 from .sequence_layer import SequenceLayer

@@ -9,7 +9,7 @@ load_session(cache, "chat.session")       # in another process, for the same mod
 from pathlib import Path
 
 from ..cache.session import identity, read_session, refusing, write_session
-from ..model.author import author_of
+from ..model.identity import author_of
 from .sequence_cache import SequenceCache
 
 KIND = "hf_blend.session/3"

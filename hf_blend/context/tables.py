@@ -21,6 +21,8 @@ from ..model.anatomy import (
     LayerCall,
     decoder_layers,
     decoder_of,
+    hooked,
+    input_device,
     is_extended,
     keeps_nothing,
     refuse_other_states,
@@ -29,8 +31,6 @@ from ..model.anatomy import (
     windowed_layer,
 )
 from ..model.calibrate import rotary_styles
-from ..model.hooks import hooked
-from ..model.placement import input_device
 from ..rotary.base import RotaryStyle, Table, compose, own_table, rotary_table
 
 PROBE_TOKENS = 5  # not the number of axes that some positions have

@@ -13,8 +13,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from ..cache.layers import BatchOfRequests, BlendLayer, BlendSlidingLayer
 from ..errors import ConfigError
-from ..model.anatomy import LayerCall
-from ..model.extras import LayerExtension, Spans, register
+from ..model.anatomy import LayerCall, LayerExtension, Spans, register
 from ..prefill.blend import LayerKind
 from ..prefill.rows import Rows
 from ..selectors.base import KV

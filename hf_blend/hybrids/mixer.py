@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..model.anatomy import gather_rows, parameter_names
-from ..model.extras import Spans
+from ..model.anatomy import Spans, gather_rows, parameter_names
 
 Reach = Callable[[], None]
 WriteStored = Callable[[Tensor, Spans], None]

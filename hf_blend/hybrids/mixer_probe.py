@@ -21,20 +21,20 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..errors import UnsupportedModelError
 from ..model.anatomy import (
+    Spans,
+    cache_argument,
+    canonical,
     decoder_layers,
     decoder_of,
     full_cache,
+    hooked,
+    input_device,
     is_linear,
     parameter_names,
     stock_layers,
     text_config,
 )
-from ..model.cache_keyword import cache_argument
 from ..model.checks import FAILURES, CheckResult, allowed_of, model_probe
-from ..model.extras import Spans
-from ..model.hooks import hooked
-from ..model.identity.canonical import canonical
-from ..model.placement import input_device
 from .mixer import ActiveRows, Mixer, MixerPass, Projection, regular
 
 __all__ = ["mixers_of"]

@@ -16,7 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..cache.blend_cache import BlendCache
 from ..config import BlendConfig
 from ..errors import ConfigError, HfBlendError
-from ..model.cache_keyword import cache_argument
+from ..model.anatomy import cache_argument
 from ..prompt.detokenizer import Detokenizer
 from ..prompt.messages import text_with_documents, with_documents
 from ..store import ChunkStore

@@ -16,7 +16,7 @@ from torch import nn
 from ..config import BlendConfig
 from ..errors import ConfigError
 from ..model.anatomy import decoder_layers
-from ..model.fingerprint import fingerprint
+from ..model.identity import fingerprint
 from ..prefill.report import Advice
 from ..store import ChunkStore
 from ..store.chunk import ChunkKey

@@ -23,10 +23,8 @@ from torch import nn
 
 from ..cache.blend_cache import BlendCache
 from ..config import BlendConfig
-from ..model.anatomy import text_config
-from ..model.cache_keyword import cache_argument
-from ..model.fingerprint import fingerprint
-from ..model.modality import text_ids
+from ..model.anatomy import cache_argument, text_config, text_ids
+from ..model.identity import fingerprint
 from ..store import ChunkStore
 
 LENGTHS = (512, 1536)  # of the measured prompts, in tokens

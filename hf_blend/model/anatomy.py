@@ -1,34 +1,66 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The decoder layers of a stock model, and the arguments that each of them is called with.
+"""The parts of a stock model: its decoder layers, the arguments they are called with, its cache, device and costs.
 
 Nothing here knows the name of a model. Arguments are found through the signature of a layer's `forward`, because some
-models pass them by position, and some call the cache `layer_past`.
+models pass them by position, and some call the cache `layer_past`. What a token costs in a layer is counted by
+watching the model run.
+
+The K and V of a placeholder token are those of an image, a video or a sound, and those behind equal ids may differ.
+So nothing that holds a placeholder is stored or looked up, and a prompt that comes with an image is computed in full.
+Both questions are answered strictly: an argument of the model's forward that is not known to belong to text counts as
+another input, and an id under a name of the config that is not known to be a text token counts as a placeholder.
 """
 
 import inspect
-from collections.abc import Mapping
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from functools import cache, lru_cache, partial
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import GenerationMixin
 
-from ..errors import UnsupportedModelError
-from .cache_class import cache_class_for
-from .extras import layer_extensions
-from .identity.canonical import canonical
-from .placement import input_device
+from .. import plugins
+from ..errors import PromptError, UnsupportedModelError
 
+DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps")
 EXTENDED: ContextVar[tuple[Any, ...]] = ContextVar("self_extend", default=())  # configs of models that are inside it
 TOKEN_STATES = ("", "SlidingWindow", "Dummy")  # cache layers of transformers, less "Dynamic" and "Layer"
 PER_TOKEN = ("output_hidden_states", "output_attentions", "output_router_logits")  # a row for every token of a layer
 _reshaping: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 _infos: WeakKeyDictionary[nn.Module, "LayerInfo"] = WeakKeyDictionary()
 UNREADABLE = (AttributeError, LookupError, TypeError, ValueError)  # a config that transformers' own cache refuses
+KEYWORDS = ("cache", "past_key_values")
+KEYWORD = next(
+    name for name in KEYWORDS if name in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+)
+TAKES, GIVES = "set_linear_cache", "get_linear_cache"  # by which these models hand over their states
+TEXT_ARGUMENTS = frozenset({
+    *KEYWORDS, "input_ids", "attention_mask", "position_ids", "cache_position", "layer_past", "inputs_embeds",
+    "labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "num_logits_to_keep",
+})  # fmt: skip
+TEXT_WHERE_ZERO = frozenset({"mm_token_type_ids", "moe_mm_token_type_ids"})  # 0: text
+TEXT_TOKENS = frozenset({
+    "bos", "eos", "pad", "unk", "sep", "cls", "mask", "eod", "decoder_start", "forced_bos", "forced_eos",
+    "user", "system", "assistant", "im_start", "im_end",
+})  # fmt: skip
+MODAL_WORDS = frozenset({
+    "image", "img", "im", "video", "vision", "visual", "audio", "speech", "frame", "slice", "patch", "media",
+    "newline",
+})  # fmt: skip
+_ID_FIELD = re.compile(r"_?(?P<stem>.+?)(?P<token>_token)?_(?:ids?|index)")
+Spans = Sequence[tuple[slice, slice]]  # columns of an output, and where they are among those stored of a layer
+CONVOLUTION_AXES = 3  # of the weight of a 1-D convolution
+_costs: WeakKeyDictionary[nn.Module, list["LayerCost"]] = WeakKeyDictionary()
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -281,3 +313,357 @@ def gather_rows(value: Tensor, index: Tensor, axis: int = 1) -> Tensor:
     value = value.expand(*value.shape[: axis - 1], index.shape[0], *value.shape[axis:])
     shape = (*(1 for _ in value.shape[: axis - 1]), *index.shape, *(1 for _ in value.shape[axis + 1 :]))
     return torch.take_along_dim(value, index.view(shape), dim=axis)
+
+
+@lru_cache(maxsize=256)
+def _keyword(forward: Any) -> str:
+    parameters = inspect.signature(forward).parameters
+    return next((name for name in KEYWORDS if name in parameters), KEYWORD)
+
+
+def cache_argument(model: nn.Module, cache: Any) -> dict[str, Any]:
+    """A cache as the keyword argument of a model's forward or of its `generate`.
+
+    Models with code of their own may know the older name only. A wrapper, whose forward names neither, hands on what
+    it is given: it gets the name that transformers uses.
+    """
+    return {_keyword(type(model).forward): cache}
+
+
+def cache_among(arguments: Mapping[str, Any]) -> Any:
+    """The cache among the keyword arguments of a call, under either name; None where there is none."""
+    return next((arguments[name] for name in KEYWORDS if arguments.get(name) is not None), None)
+
+
+def without_cache(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of a call but for its cache."""
+    return {name: value for name, value in arguments.items() if name not in KEYWORDS}
+
+
+def cache_class_for(kind: type, model: object) -> type:
+    """A class of caches in the form that a model takes."""
+    own = _own_cache(type(model))  # type: ignore[arg-type]
+    return kind if own is None else _derived(kind, own)
+
+
+@cache
+def _own_cache(model_class: type) -> type | None:
+    """The class in the file of a model that keeps the states of its linear layers; None where it has none."""
+    from transformers import Cache
+
+    files = (sys.modules.get(base.__module__) for base in model_class.__mro__)
+    named = (value for file in files if file is not None for value in list(vars(file).values()))
+    caches = (value for value in named if isinstance(value, type) and issubclass(value, Cache))
+    return next((value for value in caches if hasattr(value, TAKES) and hasattr(value, GIVES)), None)
+
+
+@cache
+def _derived(kind: type, own: type) -> type:
+    from transformers import Cache
+
+    if issubclass(kind, own):
+        return kind
+    stock = {name: getattr(Cache, name) for name in vars(own) if hasattr(Cache, name)}
+    stock = {name: member for name, member in stock.items() if callable(member) or not name.startswith("__")}
+    bridge = type(own.__name__, (own,), {**stock, TAKES: _take, GIVES: _give})
+    return bridge if kind is Cache else type(kind.__name__, (kind, bridge), {"__doc__": kind.__doc__})
+
+
+def _take(cache: Any, layer_idx: int, linear_cache: Tensor) -> None:
+    """Keep the state of a layer, `[batch, heads, head_dim, head_dim]`."""
+    cache.update_recurrent_state(linear_cache, layer_idx)
+
+
+def _give(cache: Any, layer_idx: int) -> Tensor | None:
+    """The state of a layer behind the last token; None where there was none."""
+    layer = cache.layers[layer_idx]
+    state: Tensor | None = layer.recurrent_states[0] if layer.is_recurrent_states_initialized[0] else None
+    return state
+
+
+def offload_hooks(module: nn.Module) -> tuple[Any, ...]:
+    """The hooks that accelerate put around a module's forward; empty without any."""
+    hook = getattr(module, "_hf_hook", None)
+    return () if hook is None else (hook, *getattr(hook, "hooks", ()))
+
+
+def input_device(model: nn.Module) -> torch.device:
+    """Where a model takes its ids: where its embeddings are, or are brought for a call."""
+    table = model.get_input_embeddings()
+    if not table.weight.is_meta:
+        return table.weight.device
+    for hook in offload_hooks(table):
+        if getattr(hook, "execution_device", None) is not None:
+            return torch.device(hook.execution_device)
+    raise UnsupportedModelError(
+        f"the input embeddings of {type(model).__name__} are on the meta device and no offload hook holds their "
+        "values, so it cannot be run. Load the weights first."
+    )
+
+
+def other_inputs(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    """The arguments of a forward that may change what its tokens stand for, or who sees whom.
+
+    An input of the model is what its forward names, and whatever holds a tensor (a wrapper names nothing). Anything
+    else is a keyword of `generate`, such as a tokenizer.
+    """
+    named = parameter_names(type(model))  # type: ignore[arg-type]
+    others = []
+    for name, value in arguments.items():
+        if name in TEXT_ARGUMENTS or isinstance(value, bool | int | float | str):
+            continue
+        if name in TEXT_WHERE_ZERO and isinstance(value, Tensor) and not value.any():
+            continue
+        if holds_tensor(value) or (name in named and not _is_empty(value)):
+            others.append(name)
+    return tuple(sorted(others))
+
+
+def holds_tensor(value: Any) -> bool:
+    """Return True for a tensor, and for a list or a mapping that has one inside."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return any(holds_tensor(item) for item in value)
+    return isinstance(value, Tensor)
+
+
+def _is_empty(value: Any) -> bool:
+    """None, and what holds nothing else: `generate` passes such a dict where there was no image to encode."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return all(_is_empty(item) for item in value)
+    return value is None
+
+
+def placeholder_ids(config: Any) -> frozenset[int]:
+    """The tokens that stand for something else than text, or mark where it begins and ends."""
+    token_ids, configs = set[int](), [config]
+    for inner in configs:  # which grows
+        for name, value in vars(inner).items():
+            field = _ID_FIELD.fullmatch(name)
+            if hasattr(value, "to_dict"):
+                configs.append(value)
+            elif field is not None:
+                stem, token = field["stem"], field["token"]
+                if stem not in TEXT_TOKENS if token else not MODAL_WORDS.isdisjoint(stem.split("_")):
+                    ids = value if isinstance(value, list | tuple) else (value,)
+                    token_ids.update(token_id for token_id in ids if type(token_id) is int and token_id >= 0)
+    return frozenset(token_ids)
+
+
+def text_ids(model: nn.Module, tokens: int, seed: int = 0) -> Tensor:
+    """Random tokens of text, the same for each number of them and seed; `[tokens]`."""
+    others, text = torch.tensor(sorted(placeholder_ids(model.config))), torch.arange(text_config(model).vocab_size)
+    text = text[~torch.isin(text, others)]
+    return text[torch.randint(len(text), (tokens,), generator=torch.Generator().manual_seed(seed))]
+
+
+def refuse_placeholders(
+    model: nn.Module, token_ids: Iterable[int], what: str, placeholders: frozenset[int] | None = None
+) -> None:
+    """Refuse tokens whose K and V do not follow from their ids; the placeholders are looked for where not given."""
+    refused = (placeholder_ids(model.config) if placeholders is None else placeholders).intersection(token_ids)
+    if refused:
+        raise PromptError(
+            f"{what} holds the placeholder token {min(refused)}, where {type(model).__name__} puts an image, video or "
+            "sound: equal tokens would share the KV of different ones, but only text is expected here. Cut the text "
+            "there; as a part of a prompt the placeholder is computed in place."
+        )
+
+
+class LayerExtra(Protocol):
+    """A part of a decoder layer that keeps something of each token beside K and V."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The part."""
+
+    @property
+    def projections(self) -> Any:
+        """Each has `module`, the linear module that computes it, and `width`, how much of it is stored."""
+
+    def record(self, cache: Any, tokens: int) -> Any:
+        """Note what it keeps of all tokens in calls with this cache, between `enter` and `leave` of what this gives.
+
+        Behind the call its `states` are that, `[batch, tokens, width]`, or None.
+        """
+
+
+@dataclass(frozen=True)
+class LayerExtension:
+    """The layers that one extension adds.
+
+    Attributes:
+        states: the kinds of transformers' cache layers that it knows, less "Dynamic" and "Layer".
+        find: gives of each decoder layer of a model what keeps something beside K and V, or None.
+        make_layer: gives the layer for one of transformers; None: unknown.
+    """
+
+    states: tuple[str, ...]
+    find: Callable[[nn.Module], Sequence[LayerExtra | None]]
+    make_layer: Callable[[Any], Any]
+
+
+_registered: list[LayerExtension] = []
+
+
+def register(extension: LayerExtension) -> None:
+    """Add the layers of an extension; called by its module `extra_layers`."""
+    _registered.append(extension)
+
+
+@cache
+def layer_extensions() -> list[LayerExtension]:
+    """The extensions that are installed."""
+    plugins.extensions("extra_layers")
+    return _registered
+
+
+def extras_of(model: nn.Module, layers: int) -> list[LayerExtra | None]:
+    """By decoder layer, the part that keeps something beside K and V; None for most."""
+    extras: list[LayerExtra | None] = [None] * layers
+    for extension in layer_extensions():
+        extras = [mine or other for mine, other in zip(extras, extension.find(model), strict=True)]
+    return extras
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """FLOPs (two per multiply-add) that one token costs in one decoder layer."""
+
+    before_kv: float
+    after_kv: float
+    per_key: float
+    always: float = 0.0
+
+    def of_columns(self, columns: Tensor) -> float:
+        """FLOPs of the tokens at some columns, each looking at all columns up to its own (the lower triangle)."""
+        tokens, keys = columns.numel(), float((columns + 1).sum())
+        return tokens * (self.before_kv + self.after_kv) + keys * self.per_key
+
+    def of_all(self, columns: Tensor) -> float:
+        """`of_columns`, and what is done for every token, for tokens all of which are computed."""
+        return self.of_columns(columns) + columns.numel() * self.always
+
+
+def layer_costs(model: nn.Module) -> list[LayerCost]:
+    """Cost of a token in each decoder layer, found by one forward of four tokens and cached while the model lives."""
+    if model not in _costs:
+        _costs[model] = _measure(model)
+    return _costs[model]
+
+
+@torch.no_grad()
+def _measure(model: nn.Module) -> list[LayerCost]:
+    layers = decoder_layers(model)
+    decoder = decoder_of(model)
+    cache = full_cache(model)
+    extras = extras_of(model, len(layers))
+    before = [0.0] * len(layers)
+    after = [0.0] * len(layers)
+    always = [0.0] * len(layers)
+    reached: set[int] = set()  # the layers that have handed over their K and V
+    keyed = {index for index, layer in enumerate(cache.layers) if hasattr(layer, "keys")}
+    update = cache.update
+    thread = threading.get_ident()  # others may run the model meanwhile
+
+    def updated(keys: Tensor, values: Tensor, index: int, *args: Any, **kwargs: Any) -> Any:
+        reached.add(index)
+        return update(keys, values, index, *args, **kwargs)
+
+    def count(index: int, module: Any, *_: Any) -> None:
+        if threading.get_ident() != thread:
+            return
+        extra = extras[index]
+        side = after if index in reached else before
+        if extra is not None and any(module is inner for inner in extra.module.modules()):
+            widths = [projection.width for projection in extra.projections if projection.module is module]
+            if not widths:
+                side = always
+            elif widths[0]:
+                side = before
+            else:
+                side = after
+        elif extra is not None and index not in keyed:
+            side = after
+        side[index] += 2.0 * module.in_features * module.out_features
+
+    # Count the products of four tokens
+    cache.update = updated
+    linears = []
+    for index, layer in enumerate(layers):
+        linears += [(index, module) for module in layer.modules() if is_linear(module)]
+    ids = torch.zeros((1, 4), dtype=torch.long, device=input_device(model))
+    with hooked(linears, count):
+        decoder(input_ids=ids, **cache_argument(decoder, cache))
+    # Add what no linear module computes
+    costs = []
+    for index, config in enumerate(layer_configs(text_config(model), len(layers))):
+        extra = extras[index]
+        if extra is not None:
+            always[index] += _scan(extra.module, cache.layers[index])
+        attends = index in reached or (extra is None and LayerInfo.of(layers[index]).has_attention)
+        per_key = _per_key(config) if attends else 0.0
+        costs.append(LayerCost(before[index], after[index], per_key, always[index]))
+    return costs
+
+
+def _scan(mixer: nn.Module, states: Any) -> float:
+    """FLOPs of a token in convolution and recurrence: each number of the state decays, takes the token up, is read."""
+    weights = sum(weight.numel() for weight in mixer.parameters() if weight.dim() == CONVOLUTION_AXES)
+    state = sum(state[0].numel() for state in states.recurrent_states.values() if state is not None)
+    return 2.0 * weights + 6.0 * state
+
+
+def _per_key(config: Any) -> float:
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 4.0 * config.num_attention_heads * width
+
+
+@contextmanager
+def canonical(model: nn.Module) -> Iterator[None]:
+    """Run without dropout, autocast and gradients, and restore the caller's state afterwards."""
+    training = [module for module in model.modules() if module.training]
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        for kind in filter(torch.is_autocast_enabled, DEVICE_TYPES):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.callback(_set_mode, training, True)
+        _set_mode(training, False)
+        yield
+
+
+@contextmanager
+def notes_kept(model: nn.Module) -> Iterator[None]:
+    """Put back the tensors that a forward writes into attributes of its modules, such as where its images end."""
+    before = [(vars(module), dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for attributes, saved in before:
+            attributes |= {name: saved.get(name) for name, value in attributes.items() if isinstance(value, Tensor)}
+
+
+def _set_mode(modules: list[nn.Module], training: bool) -> None:
+    for module in modules:
+        module.training = training
+
+
+@contextmanager
+def hooked(modules: Iterable[tuple[Any, nn.Module]], call: Callable[..., Any], behind: bool = False) -> Iterator[None]:
+    """Call `call(key, module, args, kwargs)` before each of some modules, or behind it with its output as well."""
+    handles = list[RemovableHandle]()
+
+    def hook(key: Any, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
+        return call(key, module, args, *(rest if len(rest) > behind else ({}, *rest)))
+
+    try:
+        for key, module in modules:
+            register: Any = module.register_forward_hook if behind else module.register_forward_pre_hook
+            handles.append(register(partial(hook, key), with_kwargs=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

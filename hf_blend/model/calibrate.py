@@ -22,8 +22,20 @@ from torch import Tensor, nn
 from .. import plugins
 from ..errors import UnsupportedModelError
 from ..rotary.base import RotaryStyle, Table, at_the_end, compose, in_values, with_style_beside
-from .anatomy import decoder_layers, decoder_of, refuse_other_states, stock_cache, stock_layers, text_config
-from .cache_keyword import cache_argument
+from .anatomy import (
+    cache_argument,
+    canonical,
+    decoder_layers,
+    decoder_of,
+    hooked,
+    input_device,
+    notes_kept,
+    refuse_other_states,
+    stock_cache,
+    stock_layers,
+    text_config,
+    text_ids,
+)
 from .capture import Capture, capture
 from .checks import (
     FLOORS,
@@ -43,11 +55,6 @@ from .checks import (
     relative_error,
     violations,
 )
-from .hooks import hooked
-from .identity.canonical import canonical, notes_kept
-from .modality import text_ids
-from .placement import input_device
-from .quantised import shared_scale
 
 PROBE_TOKENS = 20
 PROBE_SHIFT = 37  # not a multiple of a head's width, so that no frequency comes back to where it was
@@ -279,3 +286,29 @@ def ratio_1(subject: CheckedModel) -> CheckResult:
         results.append(subject.compare_with_plain(got))
     worst = max(results, key=lambda result: (not result.passed, result.error))
     return CheckResult(worst.error, worst.tolerance, worst.detail and f"with every token recomputed {worst.detail}")
+
+
+@torch.no_grad()
+def shared_scale(model: nn.Module) -> str:
+    """Say which projection of a model gives a token another result beside a larger one."""
+    for name, module in decoder_layers(model)[0].named_modules():
+        width = getattr(module, "in_features", None)
+        if isinstance(width, int):
+            alone, beside = _beside(module, width, input_device(model), model.dtype)
+            if (beside - alone).norm() > 0.1 * alone.norm():
+                kind = f"{type(module).__module__}.{type(module).__qualname__}"
+                return (
+                    f"{name} ({kind}) quantises all tokens of a call by one scale, so what it gives for "
+                    "a token depends on those beside it. Quantise weights alone, or each token by itself."
+                )
+    return ""
+
+
+def _beside(module: nn.Module, width: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What a projection gives for a random token, alone and beside one that is a hundred times as large."""
+    draw = torch.Generator().manual_seed(0)
+    tokens = (torch.randn(2, width, generator=draw) * torch.tensor([[1.0], [100.0]])).to(device, dtype)
+    try:
+        return module(tokens[:1]).float(), module(tokens)[:1].float()
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # it reads more, or something else
+        return torch.zeros(1), torch.zeros(1)

@@ -3,14 +3,27 @@
 """Compute the KV of chunks, each alone behind a fixed prefix, which is cut off again.
 
 KV is never cut out of a live request, because it would carry what that prompt had before the chunk. The prefix is BOS
-and a short text (`context`), or what the caller names. A long prefix is computed once for all chunks of a call, as a
-stock cache that each of them continues, if a probe finds that the model computes the same so.
+and a short text whose content does not matter, or what the caller names. Behind BOS alone the first tokens of a chunk
+become an attention sink, like the beginning of a prompt, and all others have nothing else to attend to. Behind some
+prose, of any kind, both are nearly as they are in a prompt. A long prefix is computed once for all chunks of a call,
+as a stock cache that each of them continues, if a probe finds that the model computes the same so.
+
+Source of the default prefix: ours; FusionRAG (arXiv 2601.12904) computes a chunk behind its nearest neighbours.
+Measured in benchmarks/LOG.md; a text about passages, in the place of passages, or tokens at random do worse.
+
+A fingerprint is made of what can be read: weights, attributes, code. What cannot be read (another release of a
+library, state inside a compiled extension, an edited file of offloaded weights) shows in what the model computes. So a
+canary travels with every stored chunk: projections of the K and V that the last layer keeps of eight fixed tokens. It
+is compared with the model's own before the chunk is used.
 """
 
+import base64
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -19,18 +32,51 @@ from ..errors import PromptError, UnsupportedModelError
 from ..prompt.pieces import check_ids
 from ..rotary.base import Table, frequency_regime, rotary_table
 from ..store.chunk import ChunkKey, ChunkKV
-from .anatomy import LayerCall, decoder_layers, decoder_of, full_cache, keeps_nothing, stock_layers, text_config
-from .cache_keyword import cache_argument
-from .checks import KV, CheckResult, allowed_of, model_probe, relative_error
-from .extras import extras_of
-from .hooks import hooked
-from .identity.canonical import canonical
-from .modality import refuse_placeholders, text_ids
-from .placement import input_device
+from .anatomy import (
+    LayerCall,
+    bos_prefix,
+    cache_argument,
+    canonical,
+    decoder_layers,
+    decoder_of,
+    extras_of,
+    full_cache,
+    hooked,
+    input_device,
+    keeps_nothing,
+    refuse_placeholders,
+    stock_layers,
+    text_config,
+    text_ids,
+)
+from .checks import KV, CheckResult, allowed_of, model_probe, relative_error, token_errors
+from .identity import fingerprint, state_of
+
+if TYPE_CHECKING:
+    from ..store.chunk import ChunkKey, ChunkKV
 
 LEAST_SHARED = 16  # tokens of a prefix from which a forward of its own pays
 PROBE_TOKENS = 8
 _OF_TOKENS_ALONE = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")  # cache layers without another state
+TEXT = """\
+The town lies on the east bank of the river, about forty miles from the coast. A railway was built in 1872, and \
+the market moved to the square beside the new station. Most families worked at the mill until it closed in the \
+spring of 1964.
+
+Margaret Ellis (born 14 May 1931) was a Scottish botanist and writer. She studied in Edinburgh, taught for many \
+years, and is best known for her books about the mosses of the northern lakes.
+
+A lens bends light because light travels more slowly in glass than in air. The thicker a lens is in the middle, \
+the nearer to it the rays meet, and the smaller the picture becomes.
+
+"""
+LEAST_POSITIONS = 1024  # of a model that has room for it beside chunks
+MOST_TOKENS = 400  # more show that the tokenizer was made for another language
+TOKENS = 8
+NUMBERS = 8  # of each token: four of its keys and four of its values, each a sum with random signs
+TOLERANCE = {torch.float32: 2e-3, torch.float64: 2e-3}  # relative; devices and attention functions differ by 1e-5
+COARSE_TOLERANCE = 0.15  # bfloat16 and float16, and models whose matrix products are quantised
+_canaries: WeakKeyDictionary[nn.Module, tuple[int, str]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -232,3 +278,81 @@ def cached_prefix(model: nn.Module) -> CheckResult:
             allowed = allowed_of(KV, expected_states.dtype)
     is_same = error <= allowed
     return CheckResult(error, allowed, "" if is_same else otherwise, refused=not is_same, value=is_same)
+
+
+def default_prefix(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
+    """BOS and the text, in a tokenizer's ids.
+
+    BOS alone without a tokenizer or with one that lacks its words, for a model with few positions, and for one that
+    keeps more of a chunk than K and V of each token (a mixer's state), which was not measured.
+    """
+    bos, config = bos_prefix(model), text_config(model)
+    positions = getattr(config, "max_position_embeddings", None)
+    if tokenizer is None or (positions is not None and positions < LEAST_POSITIONS) or not keeps_tokens_alone(model):
+        return bos
+    ids = tuple(tokenizer.encode(TEXT, add_special_tokens=False))
+    is_readable = 0 < len(ids) <= MOST_TOKENS and getattr(tokenizer, "unk_token_id", None) not in ids
+    return (*bos, *ids) if is_readable else bos
+
+
+def compute_chunks(model: nn.Module, keys: "Iterable[ChunkKey]", tokenizer: str = "") -> "Iterator[ChunkKV]":
+    """Compute chunks one after the other, to be stored with the model's canary.
+
+    Raises:
+        UnsupportedModelError: the model changed after the chunks' keys were made.
+    """
+    for chunk in capture_chunks(model, keys):
+        now = fingerprint(model)
+        expected = chunk.key.fingerprint
+        if expected != now:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} changed while a chunk was computed: its fingerprint is {now:.12}…, expected "
+                f"{expected:.12}…. Nothing is stored. Do not train or patch a model while it is used."
+            )
+        yield replace(chunk, canary=canary_of(model), tokenizer=tokenizer)
+
+
+def canary_of(model: nn.Module) -> str:
+    """The canary of a model as it is now: base64 of 64 float32, found by one short forward after each change."""
+    record, state = _canaries.get(model), state_of(model)
+    if record is None or record[0] != state:
+        record = _canaries[model] = state, _numbers(model)
+    return record[1]
+
+
+def is_of_model(model: nn.Module, canary: str) -> bool:
+    """Whether a chunk's canary is that of a model as it is now, up to the noise of its dtype."""
+    own = canary_of(model)
+    if canary in (own, ""):
+        return True
+    stored, expected = _decoded(canary), _decoded(own)
+    if stored is None or expected is None:
+        return False
+    error = token_errors(stored, expected)
+    is_coarse = model.dtype not in TOLERANCE or getattr(model.config, "quantization_config", None) is not None
+    # in 16 bits the median over the tokens: there one may be sent to another expert for a rounding error
+    worst = float(error.median() if is_coarse else error.max())
+    return worst <= (COARSE_TOLERANCE if is_coarse else TOLERANCE[model.dtype])
+
+
+def _numbers(model: nn.Module) -> str:
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, text_config(model).vocab_size, (1, TOKENS), generator=draw)
+    parts = []
+    layers = capture(model, ids).layers
+    last = [states for states in layers if states][-1]
+    for states in (last[0], last[-1]):
+        by_token = states[0].transpose(0, 1).flatten(1).float().cpu()  # [tokens, heads · width]
+        signs = torch.randint(0, 2, (by_token.shape[1], NUMBERS // 2), generator=draw).float() * 2 - 1
+        parts.append(by_token @ signs / math.sqrt(len(signs)))
+    return base64.b64encode(torch.cat(parts, dim=1).contiguous().numpy().tobytes()).decode()
+
+
+def _decoded(canary: str) -> Tensor | None:
+    try:
+        raw = base64.b64decode(canary, validate=True)
+    except ValueError:
+        return None
+    if len(raw) != 4 * TOKENS * NUMBERS:
+        return None
+    return torch.frombuffer(bytearray(raw), dtype=torch.float32).view(TOKENS, NUMBERS)

@@ -26,12 +26,18 @@ from torch import Tensor, nn
 
 from ..errors import HfBlendError, UnsupportedModelError
 from ..prompt.pieces import Prompt
-from .anatomy import PER_TOKEN, full_cache, is_extended, text_config
-from .cache_keyword import cache_argument
-from .fingerprint import per_model, structure_of
-from .identity.canonical import canonical, notes_kept
-from .modality import text_ids
-from .placement import input_device
+from .anatomy import (
+    PER_TOKEN,
+    cache_argument,
+    canonical,
+    full_cache,
+    input_device,
+    is_extended,
+    notes_kept,
+    text_config,
+    text_ids,
+)
+from .identity import per_model, structure_of
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ arguments. A copy of a model that is watched has hooks that see nothing.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -160,24 +160,6 @@ def callable_as(model: nn.Module) -> list[nn.Module]:
     """The modules one of which is called when a model is: PEFT's `generate` calls the model that it wraps."""
     inside = model.get_base_model() if hasattr(model, "get_base_model") else model
     return [model] if inside is model else [model, inside]
-
-
-@contextmanager
-def hooked(modules: Iterable[tuple[Any, nn.Module]], call: Callable[..., Any], behind: bool = False) -> Iterator[None]:
-    """Call `call(key, module, args, kwargs)` before each of some modules, or behind it with its output as well."""
-    handles = list[RemovableHandle]()
-
-    def hook(key: Any, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
-        return call(key, module, args, *(rest if len(rest) > behind else ({}, *rest)))
-
-    try:
-        for key, module in modules:
-            register: Any = module.register_forward_hook if behind else module.register_forward_pre_hook
-            handles.append(register(partial(hook, key), with_kwargs=True))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _behind_zeros(output: Any, tokens: int) -> Any:

@@ -26,9 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
-from ..model.anatomy import LayerCall, gather_rows, text_config
+from ..model.anatomy import LayerCall, LayerExtra, gather_rows, text_config
 from ..model.attention import AttentionCapture, StopForward, layers_handing_on
-from ..model.extras import LayerExtra
 from ..rotary.base import Table, rotary_table
 from ..selectors.base import KV, Selector
 from .importance import ImportanceListener

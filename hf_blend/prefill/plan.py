@@ -21,11 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from ..config import BlendConfig
-from ..model.anatomy import text_config
-from ..model.canary import canary_of, compute_chunks, is_of_model
-from ..model.capture import capture_chunk
-from ..model.fingerprint import per_model
-from ..model.modality import text_ids
+from ..model.anatomy import text_config, text_ids
+from ..model.capture import canary_of, capture_chunk, compute_chunks, is_of_model
+from ..model.identity import per_model
 from ..prompt.pieces import Span
 from ..rotary.base import frequency_regime, scales_by_position
 from ..store import ChunkStore

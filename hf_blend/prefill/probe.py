@@ -16,9 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..model.anatomy import LayerCall
+from ..model.anatomy import LayerCall, cache_argument, without_cache
 from ..model.attention import ROWS, AttentionCapture, StopForward
-from ..model.cache_keyword import cache_argument, without_cache
 from ..selectors.attention import Attention
 from ..selectors.base import KV, Receive
 from .blend import LayerPass, PrefillContext

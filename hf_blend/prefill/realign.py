@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..model.extras import Spans
+from ..model.anatomy import Spans
 from ..rotary.base import RotaryStyle, Table, compose
 from ..store.chunk import StackedLayers
 from ..store.stream import LazyLayers

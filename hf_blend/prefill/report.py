@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ..model.flops import LayerCost
+from ..model.anatomy import LayerCost
 from ..store import ChunkStore
 
 Charge: TypeAlias = float | Tensor | Callable[[], float]

@@ -10,8 +10,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from ..errors import PromptError, UnsupportedModelError
-from ..model.anatomy import PER_TOKEN, text_config
-from ..model.modality import other_inputs
+from ..model.anatomy import PER_TOKEN, other_inputs, text_config
 from ..prompt.pieces import PromptBatch
 from .plan import PositionRun, PromptRow, copy_to_host, find_runs, is_readable
 

@@ -21,8 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from ..errors import UnsupportedModelError
 from ..model.anatomy import LayerCall, gather_rows
-from ..model.attention import ROWS, STOCK, register_attention
-from ..model.row_masks import MadeLines, cut_block_mask, is_flash, row_lines
+from ..model.attention import ROWS, STOCK, MadeLines, cut_block_mask, is_flash, register_attention, row_lines
 from ..selectors.base import KV, TokenView
 
 if TYPE_CHECKING:

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 
 from ..cache.blend_cache import BlendCache
 from ..errors import ConfigError, UnsupportedModelError
-from ..model.anatomy import LayerInfo, decoder_layers, has_indexer, stock_layers, text_config
+from ..model.anatomy import LayerInfo, cache_among, decoder_layers, has_indexer, stock_layers, text_config
 from ..model.attention import AttentionFn, AttentionOverride, hook_attention
-from ..model.cache_keyword import cache_among
 from .config import SparseConfig
 from .session import Draft, SparseSession
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..model.row_masks import is_flash
+from ..model.attention import is_flash
 
 
 def is_cut(mask: Any, name: str) -> bool:

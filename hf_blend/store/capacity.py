@@ -11,13 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .eviction.base import EvictionPolicy
-from .stats import StoreStats
+from .memory import StoreStats
 from .tiers.base import ObjectStat, Tier
 
-__all__ = ["Capacity"]
-
 logger = logging.getLogger(__name__)
-
 _MANY = 1000  # objects: of so many some more leave than have to, since each time all are listed
 _MORE_SHARE = 50
 _COUNT_EVERY_S = 2.0  # at most, and at most a twentieth of the time: what other processes stored and removed

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from ..errors import ConfigError, StoreError
 
-__all__ = ["ChunkKV", "ChunkKey", "ChunkSpan", "Layout", "has_usable_values", "kinds_of"]
-
 _KEY_FORMAT = b"hf_blend.key/1"
 _MAX_TOKEN_ID = 2**31 - 1
 _LARGEST = 2.0**30  # of a value; K and V of models stay below 10^4, and products of larger ones soon overflow

@@ -1,10 +1,15 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which chunks of a namespace are stored, by what is in them: a log of their ids, read into a NumPy window index.
+"""Which chunks of a namespace are stored, by what is in them, and where these are in any list of tokens.
 
-The log is two files that grow: rows of one size, and the ids that they point to. It may be lost, stale, damaged or
-forged at no harm to KV: what a row says is used only if an entry has the name that is the digest of it, and each row
-has a checksum. Rows of entries that are gone stay until the log is written again.
+The index is a log of the chunks' ids, read into a NumPy window index. The log is two files that grow: rows of one
+size, and the ids that they point to. It may be lost, stale, damaged or forged at no harm to KV: what a row says is
+used only if an entry has the name that is the digest of it, and each row has a checksum. Rows of entries that are gone
+stay until the log is written again.
+
+A chunk is recognised at any offset in one pass over a prompt. One whose first or last tokens differ there, as a
+tokenizer makes them where texts are joined, is recognised by one window a few tokens behind its beginning, which no
+seam reaches. From there the run of equal tokens is followed in both directions.
 """
 
 import contextlib
@@ -12,31 +17,25 @@ import hashlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .chunk import ChunkKey, ChunkSpan
-from .content import (
-    BEHIND,
-    EDGE_TOKENS,
-    WINDOW,
-    Run,
-    hashes,
-    pack_tokens,
-    run_around,
-    unpack_tokens,
-    window_of,
-    without_overlap,
-)
-from .tiers.files import write_atomically
+from .tiers.disk import write_atomically
 
-__all__ = ["ChunkIndex", "Listed", "logged_bytes"]
-
+WINDOW = 8  # tokens; stored chunks are recognised by windows of so many, and whole ones by so many of their first
+BEHIND = 16  # tokens behind a window, by which chunks that share it are told apart
+EDGE_TOKENS = 8  # so many of the first tokens may differ
+_LEAST_TOKENS = 16  # a shorter run is used only where nearly all of the chunk is in it
+_LEAST_SHARE = 4  # … and one of less than a quarter never: reading the entry would cost more than it saves
+_WIDTH = 4  # bytes of a packed token
+_FACTORS = np.random.default_rng(0).integers(1, 1 << 62, BEHIND, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
 logger = logging.getLogger(__name__)
-
 _ROW = np.dtype(
     [
         ("digest", "S32"),
@@ -63,6 +62,99 @@ _MOST_BYTES = 1 << 27  # of the ids of one row
 _MOST = 1 << 48  # bytes of an entry, and of the file of ids
 _MOST_ALIKE = 64  # chunks with the same window that are compared with a prompt token by token
 MOST_DEAD = 1000  # rows without an entry, and as many as there are others, before the log is written again
+
+
+class Run(NamedTuple):
+    """Tokens of a stored chunk that are in a prompt."""
+
+    start: int
+    packed: bytes
+    first: int
+    tokens: int
+
+    @property
+    def stop(self) -> int:
+        """The position in the prompt behind the last token."""
+        return self.start + self.tokens
+
+    @property
+    def is_worth_reading(self) -> bool:
+        """Whether it is enough of the chunk."""
+        size = len(self.packed) // _WIDTH
+        is_long = self.tokens >= _LEAST_TOKENS and self.tokens * _LEAST_SHARE >= size
+        return self.tokens > 0 and (is_long or size - self.tokens <= min(EDGE_TOKENS, size // 2))
+
+    def between(self, start: int, stop: int) -> "Run":
+        """The part of it that lies between two positions of the prompt."""
+        first, last = max(start, self.start), min(stop, self.stop)
+        return Run(first, self.packed, self.first + first - self.start, max(0, last - first))
+
+
+def without_overlap(runs: Iterable[Run]) -> list[Run]:
+    """Choose a chunk for each token of a prompt: the longest run first, shorter ones keep what does not overlap."""
+    chosen: list[Run] = []
+    for run in sorted(runs, key=lambda span: (-span.tokens, span.start, span.first)):
+        offset = bisect_left(chosen, run.start, key=lambda span: span.start)
+        left = chosen[offset - 1].stop if offset else 0
+        right = chosen[offset].start if offset < len(chosen) else run.stop
+        rest = run.between(left, right)
+        if rest == run or rest.is_worth_reading:
+            chosen.insert(offset, rest)
+    return chosen
+
+
+def hashes(ids: np.ndarray, width: int) -> np.ndarray:
+    """`[tokens - width + 1]`: the 64-bit hash of `width` tokens at each position.
+
+    Shapes: ids `[tokens]`.
+    """
+    values, count = ids.astype(np.uint64), max(0, len(ids) - width + 1)
+    sums = np.zeros(count, np.uint64)
+    for number, factor in enumerate(_FACTORS[:width]):
+        sums += values[number : number + count] * factor
+    return sums
+
+
+def window_of(ids: np.ndarray) -> int | None:
+    """Give the offset of the window by which a chunk is recognised.
+
+    None where there are too few tokens, or so few different ones in it that it would be found everywhere.
+    """
+    offset = max(0, min(EDGE_TOKENS, (len(ids) - WINDOW) // 2))
+    window = ids[offset : offset + WINDOW]
+    if len(window) < WINDOW or len(np.unique(window)) <= WINDOW // 4:
+        return None
+    return offset
+
+
+def run_around(packed: bytes, prompt: bytes, position: int, offset: int) -> Run:
+    """Give the run of equal tokens around a window, at a position of the prompt and at an offset of the chunk."""
+    start, inside = _WIDTH * position, _WIDTH * offset
+    behind = _agreement(packed[inside:], prompt[start : start + len(packed) - inside])
+    before = _agreement(packed[:inside], prompt[max(0, start - inside) : start], from_end=True)
+    return Run(position - before, packed, offset - before, before + behind)
+
+
+def _agreement(left_ids: bytes, other: bytes, from_end: bool = False) -> int:
+    """Count the equal tokens at the beginning of both, or at their end."""
+    size = min(len(left_ids), len(other))
+    if not size:
+        return 0
+    pair = (left_ids[-size:], other[-size:]) if from_end else (left_ids[:size], other[:size])
+    left, right = (np.frombuffer(ids, np.int32) for ids in pair)
+    differs = left[::-1] != right[::-1] if from_end else left != right
+    first = int(differs.argmax())
+    return first if differs[first] else size // _WIDTH
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """Token ids as bytes, 4 each, so that comparing chunks is comparing bytes."""
+    return array("i", token_ids).tobytes()
+
+
+def unpack_tokens(packed: bytes) -> tuple[int, ...]:
+    """The token ids that `pack_tokens` packed."""
+    return tuple(array("i", packed))
 
 
 class Listed(NamedTuple):

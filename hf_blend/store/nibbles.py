@@ -5,8 +5,6 @@
 import torch
 from torch import Tensor
 
-__all__ = ["GROUP", "group_width", "packed", "unpacked"]
-
 GROUP = 32  # values that share a scale
 STEPS = 15
 

@@ -13,8 +13,6 @@ from .eviction.base import EvictionPolicy
 from .memory import MemoryCache, default_memory_bytes
 from .tiers.base import Tier
 
-__all__ = ["Limits", "is_remote", "open_remote", "open_tiers"]
-
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
 
 

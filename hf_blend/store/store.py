@@ -20,20 +20,15 @@ from torch import Tensor
 from ..errors import StoreError
 from .capacity import Capacity
 from .chunk import ChunkKey, ChunkKV, ChunkSpan, Layout
-from .entry import EntryFormat, PackedChunk, read_key
-from .format import hash_namespace
+from .entry import EntryFormat, PackedChunk, hash_namespace, read_key
 from .index import ChunkIndex, Listed, logged_bytes
-from .memory import MemoryCache
+from .memory import MemoryCache, StoreStats
 from .opening import Limits
-from .stats import StoreStats
 from .stream import LayerReader, StreamReader
 from .tiers.base import BytesSource, EntryFault, Source, Tier
 from .tiers.disk import DiskTier
 
-__all__ = ["EntryCheck", "EntryInfo", "OpenEntry", "Store"]
-
 logger = logging.getLogger(__name__)
-
 _COUNTED = (*("hits", "misses", "loaded_bytes", "load_failures", "stored", "store_failures", "evicted", "removed"),)
 _TIMED = ("load_seconds", "store_seconds")
 _FULL = (errno.ENOSPC, errno.EDQUOT)

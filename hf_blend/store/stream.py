@@ -22,8 +22,6 @@ from .tiers.base import EntryFault
 if TYPE_CHECKING:
     from .store import OpenEntry, Store
 
-__all__ = ["LayerReader", "LazyLayers", "StreamReader", "StreamedLayers"]
-
 KV = tuple[Tensor, ...]
 READ_BYTES = 1 << 20  # layers that are smaller come several at a time: each read stops the thread that computes
 READ_S = 4e-3  # but from a slow tier no more at a time than come in so many seconds: the model waits for the first

@@ -25,14 +25,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..cache.blend_cache import BlendCache
-from ..model.anatomy import decoder_layers, full_cache, text_config
-from ..model.cache_keyword import cache_argument
+from ..model.anatomy import cache_argument, decoder_layers, extras_of, full_cache, input_device, text_config
 from ..model.calibrate import rotary_styles
 from ..model.capture import capture, capture_chunk
 from ..model.checks import FLOORS, BlendedPrefill, CheckedModel, CheckResult, Comparison, States, kv_of, question_rows
-from ..model.extras import extras_of
-from ..model.fingerprint import fingerprint
-from ..model.placement import input_device
+from ..model.identity import fingerprint
 from ..prompt.pieces import Prompt, batch
 from ..rotary.base import Table
 from ..store import ChunkStore

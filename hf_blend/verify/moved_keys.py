@@ -4,9 +4,9 @@
 
 import torch
 
+from ..model.anatomy import input_device
 from ..model.capture import capture
 from ..model.checks import FLOORS, CheckResult, States, check, violations
-from ..model.placement import input_device
 from ..prefill.plan import PlacedChunk
 from ..prefill.realign import Realigner
 from ..prefill.report import BlendReport

@@ -13,8 +13,8 @@ from torch import nn
 
 from .. import plugins
 from ..errors import ConfigError, UnsupportedModelError, suggest
+from ..model.anatomy import layer_extensions
 from ..model.checks import CHECKS, FAILURES
-from ..model.extras import layer_extensions
 from ..model_names import load_model
 from .model_under_test import ModelUnderTest, attending, attentions
 

@@ -11,11 +11,9 @@ from torch import Tensor, nn
 
 from ..cache.blend_cache import BlendCache
 from ..errors import PromptError
-from ..model.anatomy import decoder_layers
-from ..model.cache_keyword import cache_argument
+from ..model.anatomy import cache_argument, decoder_layers, input_device
 from ..model.checks import CheckResult, check, inconclusive, violations
 from ..model.hooks import hears_forwards
-from ..model.placement import input_device
 from .model_under_test import ModelUnderTest, distance
 
 RATIO = 0.3

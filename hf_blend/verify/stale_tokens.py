@@ -19,11 +19,8 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 
 from .. import plugins
-from ..model.anatomy import LayerCall, decoder_layers, full_cache
-from ..model.cache_keyword import cache_argument
+from ..model.anatomy import LayerCall, cache_argument, decoder_layers, full_cache, hooked, input_device
 from ..model.checks import BlendedPrefill, CheckResult, check
-from ..model.hooks import hooked
-from ..model.placement import input_device
 from ..prompt.pieces import Prompt
 from ..selectors.base import KV
 from .model_under_test import ModelUnderTest, distance, placed, unchosen

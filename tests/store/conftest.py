@@ -14,8 +14,7 @@ import torch
 
 from hf_blend import plugins
 from hf_blend.store import ChunkKey, ChunkKV
-from hf_blend.store.entry import KIND, PackedChunk
-from hf_blend.store.format import Header
+from hf_blend.store.entry import KIND, Header, PackedChunk
 from hf_blend.store.tiers.base import BytesSource, Tier
 from hf_blend.store.tiers.disk import DiskTier
 from hf_blend.store.tiers.memory import MemoryTier

@@ -15,8 +15,7 @@ from hf_blend.errors import PluginNotFoundError, StoreError
 from hf_blend.evaluation.bundled import load_model
 from hf_blend.model.capture import capture_chunk
 from hf_blend.prompt.pieces import tokenize
-from hf_blend.store.entry import KIND, EntryReader, PackedChunk
-from hf_blend.store.format import Header
+from hf_blend.store.entry import KIND, EntryReader, Header, PackedChunk
 from hf_blend.store.tiers.base import BytesSource, EntryFault
 from hf_blend.store.tiers.memory import MemoryTier
 from tests.asking import logits

@@ -15,8 +15,7 @@ from safetensors.torch import load
 
 from hf_blend.errors import ConfigError, StoreError
 from hf_blend.store import ChunkKey
-from hf_blend.store.entry import KIND, EntryReader, read_key
-from hf_blend.store.format import HEADER_CAP_BYTES, Header, hash_namespace
+from hf_blend.store.entry import HEADER_CAP_BYTES, KIND, EntryReader, Header, hash_namespace, read_key
 from hf_blend.store.tiers.base import EntryFault
 from tests.asking import noting
 

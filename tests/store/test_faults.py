@@ -10,7 +10,7 @@ from typing import Any
 import faults
 import pytest
 
-from hf_blend.store import format
+from hf_blend.store import entry
 from hf_blend.store.store import Store
 from tests.conftest import slow_but
 from tests.faults.fault import Verdict
@@ -61,14 +61,14 @@ class _Agreeable(str):
 
 def without_digests(patch: pytest.MonkeyPatch) -> None:
     """Every digest of what was read is taken for right."""
-    hasher = format.tensor_digest
+    hasher = entry.tensor_digest
 
     def agreeable(data: bytes = b"") -> Any:
         real = hasher(data)
         hexdigest = lambda: _Agreeable(real.hexdigest())  # noqa: E731
         return SimpleNamespace(update=real.update, digest=real.digest, hexdigest=hexdigest)
 
-    patch.setattr(format, "tensor_digest", agreeable)
+    patch.setattr(entry, "tensor_digest", agreeable)
 
 
 def without_one_reading(patch: pytest.MonkeyPatch) -> None:

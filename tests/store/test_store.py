@@ -21,7 +21,7 @@ from hf_blend.model import capture
 from hf_blend.store import ChunkKey, ChunkStore
 from hf_blend.store.eviction.lru import Lru
 from hf_blend.store.memory import MemoryCache, available_bytes
-from hf_blend.store.tiers import files as files_module
+from hf_blend.store.tiers import disk
 from hf_blend.store.tiers.base import EntryFault
 from tests.asking import noting, raising
 
@@ -141,7 +141,7 @@ def test_read_error_is_miss_and_entry_stays(opened, root, chunk, same, monkeypat
     stored = chunk()
     opened().put(stored)
     store = opened()
-    monkeypatch.setattr(files_module.os, "preadv", raising(OSError(errno.EIO, "an I/O error")))
+    monkeypatch.setattr(disk.os, "preadv", raising(OSError(errno.EIO, "an I/O error")))
     assert store.get(stored.key) is None
     assert store.get(stored.key) is None
     assert store.stats()["misses"] == {"io": 2}
@@ -200,7 +200,7 @@ def test_malformed_chunks_are_refused_by_name(opened, chunk):
 
 
 def full_disk(monkeypatch):
-    monkeypatch.setattr(files_module.os, "write", raising(OSError(errno.ENOSPC, "no space left")))
+    monkeypatch.setattr(disk.os, "write", raising(OSError(errno.ENOSPC, "no space left")))
 
 
 def test_full_disk_costs_only_disk_copy(opened, root, chunk, same, files, monkeypatch, caplog):

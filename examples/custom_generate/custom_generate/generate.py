@@ -3,7 +3,7 @@
 """A folder for `generate(custom_generate=...)`: documents and a question in, an answer out, KV of documents reused."""
 
 from hf_blend import BlendCache, BlendConfig, ChunkStore
-from hf_blend.model.cache_keyword import cache_argument
+from hf_blend.model.anatomy import cache_argument
 
 
 def generate(

@@ -43,11 +43,9 @@ from vllm.v1.request import Request
 from ...cache.blend_cache import BlendCache
 from ...config import BlendConfig
 from ...errors import ConfigError, HfBlendError, UnsupportedModelError
-from ...model.anatomy import stock_cache
-from ...model.cache_keyword import cache_argument
-from ...model.canary import COARSE_TOLERANCE, TOLERANCE
-from ...model.context import default_prefix
-from ...model.fingerprint import fingerprint
+from ...model.anatomy import cache_argument, stock_cache
+from ...model.capture import COARSE_TOLERANCE, TOLERANCE, default_prefix
+from ...model.identity import fingerprint
 from ...prompt.pieces import Prompt, Span
 from ...store import ChunkStore
 from ...tenants import read_tenants

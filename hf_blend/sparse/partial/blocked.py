@@ -16,8 +16,18 @@ import torch
 from torch import Tensor
 
 from ...store.chunk import ChunkKey, ChunkKV, Layout
-from ...store.entry import KIND, EntryFormat, EntryReader, PackedChunk, about_chunk, ids_of
-from ...store.format import bytes_of, digest_of, pack_entry, tensor_digest
+from ...store.entry import (
+    KIND,
+    EntryFormat,
+    EntryReader,
+    PackedChunk,
+    about_chunk,
+    bytes_of,
+    digest_of,
+    ids_of,
+    pack_entry,
+    tensor_digest,
+)
 from ...store.tiers.base import EntryFault, Source, as_fault
 from .importance import TokenImportance
 

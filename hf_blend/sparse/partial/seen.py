@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ConfigError
-from ...model.attention import ROWS, STOCK, AttentionFn
-from ...model.row_masks import MadeLines, attend
+from ...model.attention import ROWS, STOCK, AttentionFn, MadeLines, attend
 from ..masks import cut_mask, is_cut
 
 
