@@ -50,21 +50,21 @@ def stock(model, ids):
     return model(torch.as_tensor(ids)[None], use_cache=False).logits[0, -1]
 
 
-def history_turn(model, cache, history):
+def prefix_turn(model, cache, output):
     """A turn of a blend cache, whose first new logits are those of stock."""
-    inputs = cache.inputs(None, chunks=[], question=[9, 8, 7], history=history)
+    inputs = cache.inputs(None, chunks=[], question=[9, 8, 7], prefix=output[0])
     got = generated(model, inputs, cache, **STEPS)
     expected = stock(model, inputs["input_ids"][0])
     assert apart(got.logits[0][0], expected) <= TOLERANCE
 
 
-def blend_with_history(change, tmp_path):
+def blend_with_prefix(change, tmp_path):
     model = adapted()
     cache = BlendCache(model, memory(), recompute_ratio=1.0)
     output = generated(model, cache.inputs(None, **PIECES), cache, **STEPS).sequences
     held = cache.get_seq_length()
     with change(model):
-        history_turn(model, cache, output)
+        prefix_turn(model, cache, output)
     if change is unchanged:
         assert cache.report.past_tokens == held
         assert not cache.report.notice
@@ -142,10 +142,10 @@ def session(change, tmp_path):
 @pytest.mark.parametrize(
     ("holder", "change"),
     [
-        (blend_with_history, unchanged),
-        (blend_with_history, switched),
-        (blend_with_history, through_data),
-        (blend_with_history, doubled),
+        (blend_with_prefix, unchanged),
+        (blend_with_prefix, switched),
+        (blend_with_prefix, through_data),
+        (blend_with_prefix, doubled),
         (blend_with_messages, unchanged),
         (blend_with_messages, off),
         (sequence, unchanged),
@@ -161,7 +161,7 @@ def test_kv_of_model_that_was_another_one_is_computed_again_or_refused(holder, c
     holder(change, tmp_path)
 
 
-@pytest.mark.parametrize("way", ["generate", "call", "no history"])
+@pytest.mark.parametrize("way", ["generate", "call"])
 def test_blend_cache_refuses_what_it_does_not_know_to_compute_again(way):
     model = adapted()
     cache = BlendCache(model, memory(), recompute_ratio=1.0)
@@ -171,7 +171,6 @@ def test_blend_cache_refuses_what_it_does_not_know_to_compute_again(way):
     acts = {
         "generate": partial(model.generate, more, past_key_values=cache, **FEW),
         "call": partial(model, prompt(3, 5), past_key_values=cache),
-        "no history": partial(cache.inputs, None, chunks=[[7, 8, 9]], question=[5, 6]),
     }
     refused = pytest.raises(ConfigError, match=r"were computed by another model.*adapter")
     with switched(model), refused, torch.no_grad():
@@ -187,32 +186,32 @@ def test_model_that_changes_between_inputs_and_generate_is_refused_then():
     model = adapted()
     cache = BlendCache(model, memory(), recompute_ratio=1.0)
     output = generated(model, cache.inputs(None, **PIECES), cache)
-    inputs = cache.inputs(None, chunks=[], question=[5, 6], history=output)
+    inputs = cache.inputs(None, chunks=[], question=[5, 6], prefix=output[0])
     with switched(model), pytest.raises(ConfigError, match="were computed by another model"):
         generated(model, inputs, cache)
     assert torch.equal(generated(model, inputs, cache), generated(model, inputs))
 
 
-def test_batch_of_histories_is_computed_again():
+def test_batch_behind_batch_is_computed_again():
     model = adapted()
     pieces = {name: [ids, ids[:-1]] for name, ids in PIECES.items()}
     cache = BlendCache(model, memory(), recompute_ratio=1.0)
     output = generated(model, cache.inputs(None, **pieces), cache)
     with switched(model):
-        inputs = cache.inputs(None, chunks=[[], []], question=[[5, 6], [7]], history=output)
+        inputs = cache.inputs(None, prefix=output.tolist(), chunks=[[], []], question=[[5, 6], [7]])
         assert torch.equal(generated(model, inputs, cache), generated(model, inputs))
     assert "computed again" in cache.report.notice
     assert cache.report.past_tokens == 0
 
 
-def test_history_that_is_not_what_is_held_is_computed_from_where_it_differs():
+def test_prefix_that_is_not_what_is_cached_is_computed_from_where_it_differs():
     model = tiny_model("llama")
     cache = BlendCache(model, memory(), recompute_ratio=1.0)
     output = generated(model, cache.inputs(None, **PIECES), cache)
     other = output.clone()
     other[0, 20] = 99
     for history, held in ((output[:, :40], 40), (other, 20), (output, 20)):
-        inputs = cache.inputs(None, chunks=[], question=[5, 6], history=history)
+        inputs = cache.inputs(None, chunks=[], question=[5, 6], prefix=history[0])
         assert torch.equal(generated(model, inputs, cache), generated(model, inputs))
         assert cache.report.past_tokens == held
 
@@ -325,12 +324,3 @@ def test_sequence_cache_refuses_prompts_that_it_did_not_make(tmp_path):
         assert one.tokens() == held
         got = model.generate(**one.inputs(new), past_key_values=one, **FEW)
         assert torch.equal(got, model.generate(inputs["input_ids"], **FEW))
-
-
-def test_prompt_built_to_come_behind_what_is_held_is_not_for_generate():
-    model = tiny_model("llama")
-    cache = BlendCache(model, memory())
-    generated(model, cache.inputs(None, **PIECES), cache)
-    inputs = cache.inputs(None, chunks=[[*range(20, 90)]], question=[5, 6])
-    with pytest.raises(PromptError, match="tokens of a prompt came behind"):
-        model.generate(**inputs, past_key_values=cache, **FEW)

@@ -29,7 +29,7 @@ def test_history_at_ratio_1_goes_on_as_without_cache(family):
     output = run(model, inputs, cache)
     for turn in range(3):
         held = cache.get_seq_length()
-        inputs = cache.inputs(None, **turn_of(turn + 5), history=output)
+        inputs = cache.inputs(None, **turn_of(turn + 5), prefix=output[0])
         assert torch.equal(inputs["input_ids"][:, : output.shape[1]], output)
         expected = run(model, inputs)
         output = run(model, inputs, cache)
@@ -47,7 +47,7 @@ def test_history_keeps_its_own_states_and_new_chunks_go_behind_it(shared_model, 
     held = cache.get_seq_length()
     before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
     turn = turn_of(5)
-    run(model, cache.inputs(None, **turn, history=output), cache)
+    run(model, cache.inputs(None, **turn, prefix=output[0]), cache)
     assert cache.report.computed_chunks == 2
     (chosen,) = cache.report.chosen_columns
     assert len(chosen) == 6

@@ -112,8 +112,7 @@ def test_interrupted_forward_is_taken_back_by_next_use(model, use, past):
         as_stock(model, {"input_ids": ids}, cache)
         return
     if use == "inputs":
-        history = ids[:, :past] if past else None
-        inputs = cache.inputs(None, **PIECES, history=history)
+        inputs = cache.inputs(None, **{**PIECES, "prefix": [*ids[0, :past], *PIECES["prefix"]]})
         assert inputs["input_ids"].shape[1] == past + 62
     elif use == "heal":
         assert cache.heal(0) == 0
@@ -155,7 +154,7 @@ def test_forward_that_fails_is_taken_back_at_once_and_marks_nothing_inexact(mode
     cache = BlendCache(model, memory(), recompute_ratio=0.0, selector="none")
     ids = prompt(20)
     model(ids, past_key_values=cache, logits_to_keep=1)
-    inputs = cache.inputs(None, **PIECES, history=ids)
+    inputs = cache.inputs(None, **{**PIECES, "prefix": [*ids[0], *PIECES["prefix"]]})
     with failing(model.model.layers[1].mlp), pytest.raises(ZeroDivisionError):
         model(inputs["input_ids"][:, 20:], past_key_values=cache, logits_to_keep=int(is_blended))
     assert [layer.get_seq_length() for layer in cache.layers] == [20] * 3

@@ -222,7 +222,7 @@ def test_forward_or_write_that_fails_leaves_what_was_there_and_can_be_asked_agai
         reserve(*given)
 
     with untouched(model), monkeypatch.context() as patch:
-        more = cache.inputs(None, **turn, history=first)
+        more = cache.inputs(None, **turn, prefix=first[0])
         patch.setattr(os, "posix_fallocate", full)
         if failing == "a layer":
             patch.setattr(cache.layers[2], "_shown", lambda: 1 / 0)  # opened by then, and the two before it settled
@@ -232,7 +232,7 @@ def test_forward_or_write_that_fails_leaves_what_was_there_and_can_be_asked_agai
         assert torch.equal(layer.keys, keys)
         assert torch.equal(layer.values, values)
     whole = torch.tensor([[*first[0].tolist(), *turn["chunks"][0], *turn["question"]]])
-    got = model.generate(**cache.inputs(None, **turn, history=first), past_key_values=cache, **WAYS)
+    got = model.generate(**cache.inputs(None, **turn, prefix=first[0]), past_key_values=cache, **WAYS)
     assert torch.equal(got, model.generate(whole, **WAYS))
 
 

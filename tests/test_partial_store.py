@@ -142,7 +142,7 @@ def test_further_prompt_behind_part_is_refused(model):
     store = ChunkStore.open("memory://", partial=ANYHOW)
     asked(model, store)
     cache, first = asked(model, store)
-    more = cache.inputs(None, chunks=[CHUNKS[0]], question=[3, 4], history=first)
+    more = cache.inputs(None, chunks=[CHUNKS[0]], question=[3, 4], prefix=first[0])
     with pytest.raises(ConfigError, match=r"behind .* tokens of which some layers loaded a part only.*reset\(\)"):
         model.generate(**more, past_key_values=cache, **GREEDY)
 

@@ -59,7 +59,7 @@ def test_ratio_1_gives_answers_of_stock_over_two_turns(kind, first_turn):
     prompt = ids[:, : -GREEDY["max_new_tokens"]]
     if kind != "8 bits":  # its steps read rounded states
         assert torch.equal(ids, model.generate(prompt, **GREEDY))
-    inputs = cache.inputs(None, **TURN, history=ids)
+    inputs = cache.inputs(None, **TURN, prefix=ids[0])
     answer = generated(model, inputs, cache)
     assert cache.report.reusable_tokens > 50
     if kind != "8 bits":
@@ -71,16 +71,16 @@ def test_ratio_1_gives_answers_of_stock_over_two_turns(kind, first_turn):
 def test_failed_turn_leaves_model_and_cache_as_they_were_and_can_be_asked_again(kind, layer, first_turn, untouched):
     store = memory()
     model, cache, ids = first_turn(kind, store)
-    expected = generated(model, cache.inputs(None, **TURN, history=ids), cache)
+    expected = generated(model, cache.inputs(None, **TURN, prefix=ids[0]), cache)
     report = cache.report
     model, cache, ids = first_turn(kind, store)
     held = cache.get_seq_length()
     with untouched(model):
-        inputs = cache.inputs(None, **TURN, history=ids)
+        inputs = cache.inputs(None, **TURN, prefix=ids[0])
         with failing(decoder_layers(model)[layer].mlp), pytest.raises(ZeroDivisionError):
             generated(model, inputs, cache)
         assert cache.get_seq_length() == held
-        assert torch.equal(generated(model, cache.inputs(None, **TURN, history=ids), cache), expected)
+        assert torch.equal(generated(model, cache.inputs(None, **TURN, prefix=ids[0]), cache), expected)
     assert cache.report.reusable_tokens == report.reusable_tokens > 50
     assert cache.report.charged_budget == report.charged_budget
 

@@ -61,8 +61,7 @@ def test_build_separates_texts_and_chunks_keep_their_ids():
         assert made.spans[0].stop == made.spans[1].start, "white space is separation enough"
     made = build(Merging, None, ["b", "c"], "d", separator="-")
     assert made.ids == (1, 148, 95, 149, 95, 150)
-    made = build(Merging, "x", [], "b", [5, 6])
-    assert made.ids == (5, 6, 170, 60, 60, 148), "behind a history"
+    assert build(Merging, torch.tensor([5, 6]), [], "b").ids == (5, 6, 148), "a conversation's ids are a prefix"
 
 
 def prompts():

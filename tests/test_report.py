@@ -71,7 +71,7 @@ def test_behind_history_every_token_is_charged_for_keys_of_history_too(shared_mo
     output = model.generate(**cache.inputs(tokenizer, **pieces()), **given)
     held = cache.get_seq_length()
     turn = pieces((14, 21), seed=5)
-    inputs = cache.inputs(tokenizer, chunks=turn["chunks"], question=turn["question"], history=output)
+    inputs = cache.inputs(tokenizer, chunks=turn["chunks"], question=turn["question"], prefix=output[0])
     model.generate(**inputs, **given)
     got = cache.report  # the last token that was said comes before the chunks
     first = output.shape[1]

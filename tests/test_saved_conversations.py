@@ -40,7 +40,7 @@ def states(cache):
 
 def next_turn(cache, output):
     """The ids of a further turn."""
-    return generated(cache.model, cache.inputs(None, chunks=[], question=[5, 6, 7], history=output), cache)
+    return generated(cache.model, cache.inputs(None, chunks=[], question=[5, 6, 7], prefix=output[0]), cache)
 
 
 @pytest.mark.parametrize(("kind", "bits"), slow_but(*CASES[:6], among=CASES))

@@ -131,7 +131,7 @@ def test_history_that_parts_before_what_window_keeps_is_computed_again(pieces, f
     history = asking.generated(model, inputs, cache)
     history[0, 40] = 9 if history[0, 40] == 8 else 8
     stored = len(cache.store)
-    second = cache.inputs(None, chunks=pieces((20,), seed=4)["chunks"], question=[5, 6, 7], history=history)
+    second = cache.inputs(None, chunks=pieces((20,), seed=4)["chunks"], question=[5, 6, 7], prefix=history[0])
     assert cache.get_seq_length() == 0
     as_stock(model, second, cache)
-    assert len(cache.store) == stored + 1, "what was said is no entry"
+    assert len(cache.store) == stored + 2, "the chunk, and the prefix that is asked again"

@@ -30,13 +30,12 @@ from .. import plugins
 from ..config import BlendConfig
 from ..errors import ConfigError, PromptError
 from ..model.anatomy import bos_prefix, cache_argument, cache_class_for, decoder_layers, input_device
-from ..model.identity import author_of, refuse_other_author, refuse_wrapper, structure_of
-from ..prefill.report import BlendReport, other_author, warn_once
+from ..model.identity import author_of, refuse_wrapper, structure_of
+from ..prefill.report import IMAGES_AGAIN, BlendReport, other_author, warn_once
 from ..prefill.request import PendingPrompt
 from ..prompt.documents import is_document
-from ..prompt.history import History, shared_tokens
 from ..prompt.messages import build_messages
-from ..prompt.pieces import SEPARATOR, Prompt, batch, build_all, check_lengths
+from ..prompt.pieces import SEPARATOR, Prompt, batch, build_all, check_lengths, shared_tokens
 from ..prompt.text import build_text
 from ..prompt.tokenizer import tokenizer_digest
 from ..recipes import Recipe
@@ -44,7 +43,7 @@ from ..store import ChunkStore
 from .forwards import CacheForwards
 from .healing import heal
 from .session import load_cache, save_cache
-from .state import ASK_AGAIN, BlendState, KVLayers, ModelInfo
+from .state import BlendState, KVLayers, ModelInfo
 
 NOT_A_CHAT = (
     "the tokenizer has a chat template, but inputs() joins plain texts, to which a chat model may answer nothing. "
@@ -149,7 +148,6 @@ class BlendCache(Cache):
         prefix: Any = None,
         chunks: Sequence[Any],
         question: Any,
-        history: Tensor | Sequence[int] | None = None,
         separator: str = SEPARATOR,
     ) -> BatchEncoding:
         """Build the prompt of the next `generate` from its pieces. Chunks that the store lacks are computed then.
@@ -159,12 +157,11 @@ class BlendCache(Cache):
 
         Args:
             tokenizer: the model's tokenizer.
-            prefix: system prompt, as text behind BOS if the tokenizer puts one there, or as token ids.
-            chunks: retrieved documents or token ids, at least one. A document is a text, or a dict or an object with
-                one as `text`, `content` or `page_content`. For a batch: a list for each request.
+            prefix: system prompt, as text behind BOS if the tokenizer puts one there, or as token ids: those that
+                `generate` returned continue a conversation.
+            chunks: retrieved documents or token ids; none only behind a prefix. A document is a text, or a dict or an
+                object with one as `text`, `content` or `page_content`. For a batch: a list for each request.
             question: what the model is asked. For a batch: a list.
-            history: what the last `generate` returned, `[batch, tokens]`: the pieces continue it in this cache, also
-                without chunks, and the ids are of the whole conversation.
             separator: is put between two texts without white space there, and computed in each request.
 
         Returns:
@@ -173,20 +170,11 @@ class BlendCache(Cache):
         Raises:
             PromptError: a piece is empty, the pieces of a batch differ in number, or a prompt does not fit the model.
         """
-        state = self.state
-        state.rollback_partial_forward()
-        pad_id = getattr(tokenizer, "pad_token_id", None)
-        conversation = state.history.extended(history, pad_id, self.model.generation_config.eos_token_id)
-        prompts = build_all(tokenizer, prefix, chunks, question, conversation.rows(), separator)
+        prompts = build_all(tokenizer, prefix, chunks, question, separator)
         question_text = question if isinstance(question, str) else next(iter(question), None)
-        if isinstance(question_text, str) and not conversation and getattr(tokenizer, "chat_template", None):
+        if isinstance(question_text, str) and getattr(tokenizer, "chat_template", None):
             warn_once(NOT_A_CHAT)
-        cached, notice = state.kv.length, ""
-        before = 0 if conversation else cached
-        if cached:
-            check_lengths(prompts, before, state.info.config)
-            notice = self._keep_history(conversation)
-        return self.expect(tokenizer, prompts, conversation, notice, before)
+        return self.expect(tokenizer, prompts)
 
     def inputs_from_messages(
         self,
@@ -227,7 +215,7 @@ class BlendCache(Cache):
             prompts = [build_messages(tokenizer, *pair, template) for pair in pairs]
         else:
             prompts = [build_messages(tokenizer, messages, documents, template)]
-        return self.expect(tokenizer, *self._keep_shared_tokens(prompts))
+        return self.expect(tokenizer, prompts)
 
     def inputs_from_text(
         self,
@@ -259,28 +247,22 @@ class BlendCache(Cache):
         named = [chunks] if isinstance(text, str) else _for_each(chunks, len(texts))
         build = partial(build_text, tokenizer, special=add_special_tokens)
         prompts = [build(*pair) for pair in zip(texts, named, strict=True)]
-        return self.expect(tokenizer, *self._keep_shared_tokens(prompts))
+        return self.expect(tokenizer, prompts)
 
-    def expect(
-        self,
-        tokenizer: Any,
-        prompts: Sequence[Prompt],
-        history: History | None = None,
-        notice: str = "",
-        cached: int = 0,
-    ) -> BatchEncoding:
-        """Expect prompts behind a history in the next forwards, beside `cached` tokens that are no part of them.
+    def expect(self, tokenizer: Any, prompts: Sequence[Prompt]) -> BatchEncoding:
+        """Expect prompts in the next forwards. Of the cached tokens those stay that a single prompt begins with.
 
-        Gives `input_ids` and `attention_mask`, `[batch, tokens]`, padded on the left, on the model's device. The
-        report of the prompts will have the notice. Raises PromptError where one does not fit the model.
+        Gives `input_ids` and `attention_mask`, `[batch, tokens]`, padded on the left, on the model's device. Raises
+        PromptError where a prompt does not fit the model.
         """
         state = self.state
-        check_lengths(prompts, cached, state.info.config)
+        check_lengths(prompts, state.info.config)
+        state.rollback_partial_forward()
+        cached, notice = self._keep_shared_tokens(prompts)
         if state.config.chunk_prefix_ids is None:
             state.chunk_prefix_ids = self.store.default_prefix(self.model, tokenizer)
         pad_id = getattr(tokenizer, "pad_token_id", None)
-        made = batch(prompts, 0 if pad_id is None else pad_id, history)
-        state.history = History(made.input_ids, made.attention_mask)
+        made = batch(prompts, 0 if pad_id is None else pad_id)
         state.pending = PendingPrompt(made, cached, tokenizer=tokenizer_digest(tokenizer), notice=notice)
         device = input_device(self.model)
         return BatchEncoding(
@@ -509,7 +491,7 @@ class BlendCache(Cache):
         twin.layers = twin.state.kv.all
         for name in ("report", "tokens"):
             setattr(twin.state, name, copy.deepcopy(getattr(self.state, name), memo))
-        for name in ("pending", "history", "author", "inexact_from", "is_recording", "chunk_prefix_ids"):
+        for name in ("pending", "author", "inexact_from", "is_recording", "chunk_prefix_ids"):
             setattr(twin.state, name, getattr(self.state, name))
         return twin
 
@@ -522,46 +504,26 @@ class BlendCache(Cache):
             "are in the store. To keep a conversation use cache.save(path) and BlendCache.load(model, store, path)."
         )
 
-    def _keep_shared_tokens(self, prompts: Sequence[Prompt]) -> tuple[Sequence[Prompt], History, str]:
-        """Crop the cache to the tokens that it and some prompts begin with.
+    def _keep_shared_tokens(self, prompts: Sequence[Prompt]) -> tuple[int, str]:
+        """Crop the cache to the tokens that it and a prompt begin with.
 
-        Returns the prompts without these tokens, these tokens as a history, and a notice of another author.
+        Returns how many these are, and a notice if another author had computed them.
         """
         state = self.state
-        check_lengths(prompts, 0, state.info.config)
-        state.rollback_partial_forward()
         cached = state.kv.length
         if not cached:
-            return prompts, History(), ""
-        is_other, ids, shared = self._forget_other(), prompts[0].ids, 0
+            return 0, ""
+        is_other = self._forget_other()
+        shared = 0
+        has_images = any(not state.info.placeholders.isdisjoint(prompt.ids) for prompt in prompts)
         is_single = len(prompts) == state.kv.batch_size == 1 and not state.tokens.is_padded()
-        if is_single and not state.info.ignores_states:
-            # up to the first placeholder: another image may have the same id
-            shared = shared_tokens(ids[:-1], *state.tokens.rows(state.info.placeholders))
+        if is_single and not has_images and not state.info.ignores_states:
+            shared = shared_tokens(prompts[0].ids[:-1], *state.tokens.rows())
         shared = self._crop_to(shared)
         notice = other_author(cached, cached - shared) if is_other else ""
-        if not shared:
-            return prompts, History(), notice
-        kept_ids = torch.tensor([ids[:shared]])
-        return [prompts[0].behind(shared)], History(kept_ids, torch.ones_like(kept_ids)), notice
-
-    def _keep_history(self, history: History) -> str:
-        """Crop the cache to the tokens that a history has too; returns a notice of another author."""
-        state, cached = self.state, self.state.kv.length
-        if history.input_ids is None:
-            refuse_other_author(state.author, author_of(self.model), cached, ASK_AGAIN)
-            return ""
-        is_other = state.author not in (None, author_of(self.model))
-        shared = 0 if is_other else history.columns_of(state.tokens.rows(), cached)
-        again = history.input_ids[:, shared:cached].flatten().tolist()
-        if not state.info.placeholders.isdisjoint(again):
-            raise PromptError(
-                f"{len(again)} tokens that the cache holds would be computed again from a history, but some stand for "
-                "images, which do not come with it. reset() the cache and pass the whole conversation with its images."
-            )
-        self._forget_other()
-        shared = self._crop_to(shared)
-        return other_author(cached, cached - shared) if is_other else ""
+        if has_images:
+            notice = IMAGES_AGAIN
+        return shared, notice
 
     def _forget_other(self) -> bool:
         """Return True if another author than the model as it is now computed K and V, which are dropped."""

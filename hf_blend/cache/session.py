@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from ..errors import ConfigError, StoreError
 from ..model.anatomy import cache_argument, input_device, refuse_extended, text_config
 from ..model.identity import Author, author_of
-from ..prompt.history import History
 from ..store.chunk import has_usable_values
 from ..store.entry import EntryFile, pack_entry
 from ..store.tiers.base import EntryFault, as_fault
@@ -72,7 +71,6 @@ def load_cache(empty: Any, cache: BlendState, path: str | Path) -> None:
             if parts := layer_of(state, index):
                 layer.load_state({name: tensor.to(layer.device) for name, tensor in parts.items()}, tokens)
         ids = state["ids"][None]
-        cache.history = History(ids, torch.ones_like(ids))
         cache.tokens = CachedTokens.of(ids, tokens)
         cache.author = author
         cache.is_prompt_open = False

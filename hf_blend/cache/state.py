@@ -33,7 +33,7 @@ from ..model.calibrate import ensure_trusted, ignores_states
 from ..model.identity import Author, author_of, per_model, placeholders_of, refuse_other_author
 from ..prefill.report import BlendReport
 from ..prefill.request import PendingPrompt, Request
-from ..prompt.history import UNKNOWN, History
+from ..prompt.pieces import UNKNOWN
 from ..selectors.base import Selector
 from ..store import ChunkStore
 from .indexed_layer import IndexedLayer, QuantisedIndexedLayer
@@ -328,8 +328,8 @@ class ModelInfo:
 
 
 ASK_AGAIN = (
-    "Pass the whole conversation by inputs(history=…), inputs_from_messages or inputs_from_text: what the cache "
-    "cannot keep of it is computed again. Or reset() the cache."
+    "Pass the whole conversation by inputs_from_messages or inputs_from_text: what the cache cannot keep of it is "
+    "computed again. Or reset() the cache."
 )
 
 
@@ -344,7 +344,6 @@ class BlendState:
         report: what the last prefill cost.
         tokens: what is known of the tokens that are cached.
         pending: the prompts that the next forwards are expected to bring.
-        history: the ids of the prompts that were built last, to which `generate` adds an answer.
         author: the model as it was when it computed K and V; None: nothing is computed.
         inexact_from: the first column whose K and V are not those of a full prefill; None: all are.
         healing: the second cache of `heal`, while it is not done.
@@ -366,7 +365,6 @@ class BlendState:
     report: BlendReport
     tokens: CachedTokens = field(default_factory=CachedTokens)
     pending: PendingPrompt = field(default_factory=PendingPrompt)
-    history: History = field(default_factory=History)
     author: Author | None = None
     inexact_from: int | None = None
     healing: Any = None

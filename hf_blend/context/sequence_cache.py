@@ -32,7 +32,7 @@ from ..model.checks import CheckedModel, Use, ensure_passed
 from ..model.hooks import ForwardHooks
 from ..model.identity import Author, author_of, refuse_other_author
 from ..prefill.plan import layout_of
-from ..prompt.history import UNKNOWN
+from ..prompt.pieces import UNKNOWN
 from .sequence_layer import SequenceLayer
 from .sequence_state import check_state, sequences_of
 from .tables import TableSource, counted_in_tokens, regime_tokens

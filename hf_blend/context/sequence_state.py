@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..prompt.history import UNKNOWN
+from ..prompt.pieces import UNKNOWN
 from ..store.chunk import Layout, has_usable_values
 from ..store.tiers.base import EntryFault
 

@@ -24,6 +24,8 @@ OTHER_IDS = (
     "reused, wherever they are found. Pass what inputs() returned."
 )
 
+IMAGES_AGAIN = "tokens of a later prompt stand for images and are computed again: pass its pixel_values to generate."
+
 UNEVEN = (
     "some stored chunks are computed: their position_ids do not count up by 1, so their tokens are at other distances "
     "from each other than they were stored at. Leave position_ids out, or let them count up by 1 inside each chunk."

@@ -63,7 +63,6 @@ class Request:
         length = None
         if positions is not None:
             length = int(everywhere[:, 1:][:, -3:].max()) + 1  # of four axes the first is for masks
-        before = max(0, past - pending.cached)
         if columns_mask is None:
             columns_mask = np.ones((len(ids), past + width))
         is_real = columns_mask[:, -width:] != 0
@@ -80,9 +79,9 @@ class Request:
             columns.append(tuple(np.flatnonzero(real).tolist()) if has_gaps[number] else ())
             kept.append(everywhere[number][:, real])
             cached = is_cached[number]
-            count = before
-            if len(cached) >= before:
-                count = int(cached[len(cached) - before :].sum())
+            count = past
+            if len(cached) >= past:
+                count = int(cached[len(cached) - past :].sum())
             counts.append(count)
         return replace(
             request,
@@ -108,7 +107,7 @@ class PendingPrompt:
     """The prompts that `BlendCache.inputs` built, until their last tokens have come."""
 
     batch: PromptBatch | None = None  # None: no prompt is expected
-    cached: int = 0  # tokens that were in the cache when they were built, and are no part of them
+    cached: int = 0  # their first tokens, which were in the cache when they were built
     is_begun: bool = False  # some of their tokens have come, and more will
     runs: Sequence[PositionRun] = ()  # for each row, the last of its tokens that came
     is_other: bool = False  # the last forward brought another prompt than the expected one, which is dropped
@@ -119,7 +118,7 @@ class PendingPrompt:
         """For each row of a forward the prompt that it continues; and what is pending after this forward."""
         prompts = None if self.batch is None else self.batch.find(request.rows, request.before)
         is_other = prompts is None
-        behind = request.past if prompts is None else self.cached or any(prompt.history for prompt in prompts)
+        behind = request.past if prompts is None else self.cached
         rows, runs = [], []
         for number, ids in enumerate(request.rows):
             before = 0

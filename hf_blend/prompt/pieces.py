@@ -6,24 +6,24 @@ Tokenising the joined text would merge tokens across the seams, so that stored c
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from operator import index
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import PromptError
 from ..rotary.base import stretches
 from .documents import EXPECTED, is_list, list_documents, text_of
-from .history import History
-from .history import shared_tokens as shared_tokens  # of prompts
 from .tokenizer import front_ids, inner_ids
 from .tokenizer import tokenizer_digest as tokenizer_digest  # the store asks here
 
 Piece = str | Sequence[int]
 SEPARATOR = "\n\n"
+UNKNOWN = -1  # id of a token that came as an embedding, or in a forward that no hook saw
 
 
 class Span(NamedTuple):
@@ -54,17 +54,15 @@ class Prompt:
     """One request as token ids.
 
     Attributes:
-        ids: all of them, the history's included.
+        ids: all of them.
         spans: where chunks are, from left to right.
         opening: how many first ids are an entry of their own; None: all before the first chunk.
-        history: the first ids, as far as they are cached.
         is_searched: stored chunks are searched for besides `spans`.
     """
 
     ids: tuple[int, ...]
     spans: tuple[Span, ...] = ()
     opening: int | None = 0
-    history: tuple[int, ...] = ()
     is_searched: bool = False
 
     @classmethod
@@ -73,18 +71,17 @@ class Prompt:
         prefix: Sequence[int],
         chunks: Sequence[Sequence[int]],
         question: Sequence[int],
-        history: Sequence[int] = (),
         separators: Sequence[Sequence[int]] = (),
     ) -> "Prompt":
         """Join pieces; `separators` are the ids between each chunk and the next, none if there are no such."""
-        ids = [*history, *prefix]
+        ids = [*prefix]
         spans = []
         for number, chunk in enumerate(chunks):
             if number and separators:
                 ids += separators[number - 1]
             spans.append(Span.whole(len(ids), chunk))
             ids += chunk
-        return cls((*ids, *question), tuple(spans), None, tuple(history))
+        return cls((*ids, *question), tuple(spans), None)
 
     @property
     def chunks(self) -> tuple[tuple[int, ...], ...]:
@@ -93,8 +90,8 @@ class Prompt:
 
     @property
     def prefix(self) -> tuple[int, ...]:
-        """The ids between the history and the first chunk."""
-        return self.ids[len(self.history) : self.spans[0].start]
+        """The ids before the first chunk."""
+        return self.ids[: self.spans[0].start]
 
     @property
     def question(self) -> tuple[int, ...]:
@@ -109,10 +106,6 @@ class Prompt:
         if row and not rest:
             return False
         return tuple(row[: len(rest)]) == rest
-
-    def behind(self, tokens: int) -> "Prompt":
-        """The same prompt, with its first `tokens` as the history that is cached."""
-        return replace(self, history=self.ids[:tokens])
 
 
 @dataclass(frozen=True)
@@ -195,15 +188,17 @@ def tokenize_chunks(tokenizer: Any, chunks: Any) -> list[tuple[int, ...]]:
 
 def build(
     tokenizer: Any,
-    prefix: Piece | None,
+    prefix: Any,
     chunks: Any,
     question: Piece,
-    history: Sequence[int] = (),
     separator: str = SEPARATOR,
 ) -> Prompt:
     """Turn the pieces of one request into ids."""
+    is_text = prefix is None or isinstance(prefix, str)
+    if is_text and not prefix:
+        prefix = ()
     chunks = list_chunks(chunks)
-    if not (chunks or len(history)):
+    if not chunks and not len(prefix):
         raise PromptError(
             f"chunks is {chunks!r}, expected a list of at least one chunk. Without chunks there is nothing to "
             "reuse: call generate without a BlendCache."
@@ -212,15 +207,15 @@ def build(
     question_ids = tokenize(tokenizer, question)
     if not question_ids:
         raise PromptError(f"question is {question!r} and has no token. Ask something; the model answers after it.")
-    begin = tokenize(tokenizer, prefix or ())
-    if not len(history) and (prefix is None or isinstance(prefix, str)):
+    begin = tokenize(tokenizer, prefix)
+    if is_text:
         front = front_ids(tokenizer)
         if begin[: len(front)] != front:  # text of a chat template begins with it
             begin = (*front, *begin)
-    before, *between = _separators(tokenizer, separator, [prefix or (), *chunks, question])
+    before, *between = _separators(tokenizer, separator, [prefix, *chunks, question])
     if between:
         question_ids = (*between.pop(), *question_ids)
-    return Prompt.of_pieces((*begin, *before), pieces, question_ids, history, between)
+    return Prompt.of_pieces((*begin, *before), pieces, question_ids, between)
 
 
 def _separators(tokenizer: Any, separator: str, pieces: Sequence[Piece]) -> list[tuple[int, ...]]:
@@ -239,21 +234,18 @@ def _separators(tokenizer: Any, separator: str, pieces: Sequence[Piece]) -> list
     return separators
 
 
-def batch(prompts: Sequence[Prompt], pad_id: int, history: History | None = None) -> PromptBatch:
+def batch(prompts: Sequence[Prompt], pad_id: int) -> PromptBatch:
     """Put requests side by side.
 
     Shape: `[batch, tokens]`.
     """
-    new = [prompt.ids[len(prompt.history) :] for prompt in prompts]
-    width = max(map(len, new))
+    width = max(len(prompt.ids) for prompt in prompts)
     ids = torch.full((len(prompts), width), pad_id)
     mask = torch.zeros((len(prompts), width), dtype=torch.long)
-    for row, tokens in enumerate(new):
-        ids[row, width - len(tokens) :] = torch.tensor(tokens)
-        mask[row, width - len(tokens) :] = 1
-    if history and history.input_ids is not None and history.attention_mask is not None:
-        ids = torch.cat((history.input_ids, ids), dim=1)
-        mask = torch.cat((history.attention_mask, mask), dim=1)
+    for row, prompt in enumerate(prompts):
+        start = width - len(prompt.ids)
+        ids[row, start:] = torch.tensor(prompt.ids)
+        mask[row, start:] = 1
     return PromptBatch(tuple(prompts), ids, mask)
 
 
@@ -262,22 +254,26 @@ def build_all(
     prefix: Any,
     chunks: Sequence[Any],
     question: Any,
-    history: Sequence[Sequence[int]] = (),
     separator: str = SEPARATOR,
 ) -> list[Prompt]:
     """Turn the pieces of one request, or of a batch of them, into ids."""
     if isinstance(question, str) or not question or isinstance(question[0], int):
-        return [build(tokenizer, prefix, chunks, question, history[0] if history else (), separator)]
-    shared = prefix is None or isinstance(prefix, str) or not prefix or isinstance(prefix[0], int)
+        return [build(tokenizer, prefix, chunks, question, separator)]
+    shared = prefix is None or isinstance(prefix, str) or not len(prefix) or isinstance(prefix[0], int)
     prefixes = [prefix] * len(question) if shared else prefix
-    if not len(prefixes) == len(chunks) == len(question) == len(history or question):
+    if not len(prefixes) == len(chunks) == len(question):
         raise PromptError(
             f"a batch of {len(question)} questions came with {len(chunks)} lists of chunks and {len(prefixes)} "
-            f"prefixes{f', behind a history of {len(history)} requests' if history else ''}. Give each question its "
-            "own list of chunks."
+            "prefixes. Give each question its own list of chunks."
         )
-    said = history or [()] * len(question)
-    return [build(tokenizer, *pieces, separator) for pieces in zip(prefixes, chunks, question, said, strict=True)]
+    return [build(tokenizer, *pieces, separator) for pieces in zip(prefixes, chunks, question, strict=True)]
+
+
+def shared_tokens(row: Sequence[int], other: Sequence[int]) -> int:
+    """How many first token ids two prompts share."""
+    size = min(len(row), len(other))
+    differs = np.flatnonzero(np.array(row[:size]) != np.array(other[:size]))
+    return int(differs[0]) if len(differs) else size
 
 
 def check_ids(ids: Sequence[int], config: Any) -> None:
@@ -290,12 +286,12 @@ def check_ids(ids: Sequence[int], config: Any) -> None:
         )
 
 
-def check_lengths(prompts: Sequence[Prompt], cached: int, config: Any) -> None:
+def check_lengths(prompts: Sequence[Prompt], config: Any) -> None:
     """Refuse a prompt that does not fit the model."""
     longest = getattr(config, "max_position_embeddings", None)
     for prompt in prompts:
         check_ids(prompt.ids, config)
-    tokens = cached + max(len(prompt.ids) for prompt in prompts)
+    tokens = max(len(prompt.ids) for prompt in prompts)
     if longest is not None and tokens > longest and not stretches(config):
         raise PromptError(
             f"the prompt has {tokens} tokens, but the model has {longest} positions. Leave chunks out or shorten them."
