@@ -61,7 +61,11 @@ class Forge:
         key = chunk.key
         ids = self.row("token_ids", torch.tensor(key.token_ids))
         prefix = self.row("chunk_prefix_ids", torch.tensor(key.chunk_prefix_ids).long())
-        return [ids, prefix, *(self.row(*named) for named in chunk.named_tensors())]
+        leading = [ids, prefix]
+        if chunk.importance is not None:  # up to a multiple of eight bytes
+            zeros = torch.zeros(-chunk.tokens % 4, dtype=torch.float16)
+            leading.append(self.row("importance", torch.cat((chunk.importance, zeros))))
+        return [*leading, *(self.row(*named) for named in chunk.named_tensors())]
 
     def row(self, name: str, tensor: torch.Tensor) -> Row:
         """One tensor."""
@@ -79,6 +83,8 @@ class Forge:
         about["canary"] = chunk.canary
         about["layer_table"] = compact(chunk.layer_table)
         about["digests"] = self.digests(rows)
+        if chunk.importance is not None:
+            about["question"] = chunk.question
         return self.entry(CHUNK, about | changes, rows)
 
     def padded(self, tensors: Sequence[Row]) -> list[Row]:

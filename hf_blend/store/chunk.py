@@ -105,6 +105,16 @@ class ChunkKV:
     """The keys and values of one chunk computed alone behind its chunk prefix, which is cut off.
 
     The tensors are shared by all that fetched the chunk: never write to them.
+
+    Attributes:
+        key: what it was computed from.
+        layers: the states of each layer, `[kv_heads, tokens, width]` each.
+        tables: cosines and sines with which its keys are rotated, `[tokens, width]`.
+        layer_table: by layer the index of its table, or -1.
+        canary: what its model computed from a few fixed tokens.
+        tokenizer: digest of the one that made its ids; may be empty.
+        importance: what a question without content takes of each token, `[tokens]` float16 on the CPU; None: unknown.
+        question: digest of that question's ids: numbers of one question can be compared.
     """
 
     key: ChunkKey
@@ -113,6 +123,8 @@ class ChunkKV:
     layer_table: tuple[int, ...]
     canary: str = ""
     tokenizer: str = ""
+    importance: Tensor | None = None
+    question: str = ""
     tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -157,7 +169,9 @@ class ChunkKV:
     def dense_copy(self) -> "ChunkKV":
         """A dense copy on the CPU: what happens to these tensors later cannot reach it. Alike layers are stacked."""
         layers = StackedLayers.of(self.layers) or tuple(tuple(map(_dense_copy, states)) for states in self.layers)
-        return replace(self, layers=layers, tables=tuple(tuple(map(_dense_copy, pair)) for pair in self.tables))
+        tables = tuple(tuple(map(_dense_copy, pair)) for pair in self.tables)
+        importance = None if self.importance is None else _dense_copy(self.importance)
+        return replace(self, layers=layers, tables=tables, importance=importance)
 
     def stacked(self) -> "ChunkKV":
         """The same chunk with alike layers in two tensors; itself where they are, or cannot be.
@@ -174,6 +188,11 @@ class ChunkKV:
             raise StoreError(
                 f"layer_table is {self.layer_table} for {len(self.layers)} layers and {len(self.tables)} tables: it "
                 "needs one entry per layer, each -1 or an index of tables. Capture the chunk again."
+            )
+        if self.importance is not None and not is_importance(self.importance, self.tokens):
+            raise StoreError(
+                f"importance of chunk {self.key.digest} is {self.importance.dtype} {tuple(self.importance.shape)}, "
+                f"expected finite float16 from 0 on, ({self.tokens},). Leave it out, or capture the chunk again."
             )
         for name, tensor in self.named_tensors():
             axes, tokens_axis = (3, 1) if name.startswith("layer") else (2, 0)
@@ -237,6 +256,12 @@ def has_usable_values(states: Tensor) -> bool:
         return True
     least, greatest = states.detach().float().aminmax()
     return bool(least >= -_LARGEST and greatest <= _LARGEST)  # NaN is neither
+
+
+def is_importance(numbers: Tensor, tokens: int) -> bool:
+    """Say whether numbers are one of each token, finite and from 0 on, in float16."""
+    is_formed = numbers.dtype == torch.float16 and numbers.shape == (tokens,)
+    return is_formed and bool((numbers.isfinite() & (numbers >= 0)).all())
 
 
 def _form(states: Tensor) -> tuple[int, int, torch.dtype]:

@@ -9,9 +9,9 @@ content cannot pass. It holds a digest of each tensor: tensors can be read, chec
 text such as "hf_blend.chunk/2"; the room that writes it checks what the header says besides.
 
 Of a chunk every byte is verified once, where it enters, before it is handed out. Its entry holds, in this order: token
-ids, the ids of the chunk prefix, the rotary tables, then the states of one layer after the other, so that a layer is
-one read. The header names the codec of the states, and their dtype where it packs them into another one: `raw`, or
-`int8:BF16`.
+ids, the ids of the chunk prefix, the importance of each token if it is known, the rotary tables, then the states of
+one layer after the other, so that a layer is one read. The header names the codec of the states, and their dtype
+where it packs them into another one: `raw`, or `int8:BF16`.
 
 Each check finds what no other can: the seal of the header (damage, before anything is parsed), its canonical
 form (no second reading of what it says), the ids and the fingerprint (the chunk that was asked for), the layout (the
@@ -34,7 +34,7 @@ from torch import Tensor
 
 from .. import plugins
 from ..errors import ConfigError, PluginNotFoundError, StoreError
-from .chunk import ChunkKey, ChunkKV, Layout, kinds_of
+from .chunk import ChunkKey, ChunkKV, Layout, is_importance, kinds_of
 from .codecs.base import Codec
 from .tiers.base import EntryFault, Source, as_fault
 
@@ -59,6 +59,7 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 KIND = "hf_blend.chunk/2"
+IMPORTANCE = "importance"
 _MAX_IDS = 1 << 24
 PROVENANCE = "isolated"  # computed from the chunk alone; KV cut out of a live request has no way into the store
 
@@ -369,7 +370,7 @@ class PackedChunk:
     @cached_property
     def parts(self) -> list[memoryview]:
         """The bytes of the entry; equal chunks give equal bytes."""
-        return pack_entry(KIND, about_chunk(self.chunk, self._codec), [*ids_of(self.key), *self._tensors])
+        return pack_entry(KIND, about_chunk(self.chunk, self._codec), [*leading_tensors(self.chunk), *self._tensors])
 
 
 class EntryFormat:
@@ -403,13 +404,24 @@ def about_chunk(chunk: ChunkKV, codec: str) -> dict[str, str]:
     }
     if chunk.tokenizer:
         about["tokenizer"] = chunk.tokenizer
+    if chunk.importance is not None:
+        about["question"] = chunk.question
     return about
 
 
-def ids_of(key: ChunkKey) -> list[tuple[str, Tensor]]:
+def leading_tensors(chunk: ChunkKV) -> list[tuple[str, Tensor]]:
     """Give the first tensors of an entry."""
-    prefix = torch.tensor(key.chunk_prefix_ids, dtype=torch.int64)
-    return [("token_ids", torch.tensor(key.token_ids)), ("chunk_prefix_ids", prefix)]
+    prefix = torch.tensor(chunk.key.chunk_prefix_ids, dtype=torch.int64)
+    leading = [("token_ids", torch.tensor(chunk.key.token_ids)), ("chunk_prefix_ids", prefix)]
+    if chunk.importance is not None:
+        padding = _padded(chunk.tokens) - chunk.tokens
+        leading.append((IMPORTANCE, torch.nn.functional.pad(chunk.importance, (0, padding))))
+    return leading
+
+
+def _padded(tokens: int) -> int:
+    """How many float16 keep what is behind them aligned to eight bytes."""
+    return tokens + -tokens % 4
 
 
 def read_key(source: Source, namespace: str, kinds: Sequence[str] = (KIND,)) -> ChunkKey:
@@ -453,7 +465,7 @@ class EntryReader:
             self._check_header()
         if layout is not None and layout != self.layout:
             raise EntryFault("layout", f"{self.layout!r:.160} is not what the model has: {layout!r:.160}")
-        if self._read_ids() != (key.token_ids, key.chunk_prefix_ids):
+        if self._read_leading() != (key.token_ids, key.chunk_prefix_ids):
             raise EntryFault("key", f"the entry holds other tokens than those of {key.digest}")
 
     @torch.inference_mode(False)  # requests in any mode share these tensors
@@ -467,7 +479,9 @@ class EntryReader:
     def chunk(self, layers: Sequence[tuple[Tensor, ...]], tables: tuple[tuple[Tensor, Tensor], ...]) -> ChunkKV:
         """Make the chunk of tensors that were read."""
         about = self.header.about
-        chunk = ChunkKV(self.key, layers, tables, self.layer_table, about["canary"], about.get("tokenizer", ""))
+        texts = about["canary"], about.get("tokenizer", "")
+        question = about.get("question", "")
+        chunk = ChunkKV(self.key, layers, tables, self.layer_table, *texts, self.importance, question)
         chunk.__dict__["layout"] = self.layout  # a cached property, which would read every layer
         return chunk
 
@@ -492,6 +506,8 @@ class EntryReader:
         """Give name, number of axes, which of them counts tokens, and how many, of what is before the tables."""
         yield ("token_ids", 1, 0, len(self.key.token_ids))
         yield ("chunk_prefix_ids", 1, 0, len(self.key.chunk_prefix_ids))
+        if IMPORTANCE in self._file.plans:
+            yield (IMPORTANCE, 1, 0, _padded(len(self.key.token_ids)))
 
     def _check_header(self) -> None:
         """Refuse a header that is not that of the key's chunk, and find out what the entry holds."""
@@ -557,13 +573,21 @@ class EntryReader:
                 return self._file.plans[f"layer.{later}.{kinds[0]}{first}"][1]
         return self._file.end
 
-    def _read_ids(self) -> tuple[tuple[int, ...], ...]:
-        plans = self.header.tensors[:2]
-        for plan in plans:
+    @torch.inference_mode(False)  # requests in any mode share the importance
+    def _read_leading(self) -> tuple[tuple[int, ...], ...]:
+        """Read the ids of tokens and prefix, which it gives, and the importance of the tokens, in one read."""
+        plans = self.header.tensors[: 3 if IMPORTANCE in self._file.plans else 2]
+        for plan in plans[:2]:
             if plan.dtype != "I64":
                 raise EntryFault("format", f"{plan.name} are {plan.dtype}, expected I64")
         take = self._file.taker(self._file.start, sum(plan.nbytes for plan in plans))
-        return tuple(tuple(take(plan.name).tolist()) for plan in plans)
+        self.importance = None
+        if IMPORTANCE in self._file.plans:
+            tokens = len(self.key.token_ids)
+            self.importance = take(IMPORTANCE)[:tokens].clone()  # the last of these: the others are read with it
+            if not is_importance(self.importance, tokens):
+                raise EntryFault("format", f"the importance of tokens is {self.importance.dtype}, or no such numbers")
+        return tuple(tuple(take(plan.name).tolist()) for plan in plans[:2])
 
     def _read_tables(self, take: Callable[[str], Tensor]) -> tuple[tuple[Tensor, Tensor], ...]:
         return tuple((take(f"table.{index}.cos"), take(f"table.{index}.sin")) for index in range(self._tables))

@@ -34,7 +34,7 @@ def build_chunk(
     fingerprint: str = FINGERPRINT,
     chunk_prefix_ids: Sequence[int] = (1,),
 ) -> ChunkKV:
-    """Make a chunk of two heads, width 4, one rotary table, and a last layer that does not rotate."""
+    """Make a chunk of two heads, width 4, one rotary table, a last layer that does not rotate, and importance."""
     random = torch.Generator().manual_seed(seed)
     tokens = len(token_ids)
 
@@ -43,7 +43,10 @@ def build_chunk(
 
     pairs = tuple((normal(2, tokens, 4).to(dtype), normal(2, tokens, 2).to(dtype)) for _ in range(layers))
     key = ChunkKey(fingerprint, tuple(chunk_prefix_ids), tuple(token_ids), namespace)
-    return ChunkKV(key, pairs, ((normal(tokens, 4), normal(tokens, 4)),), (0,) * (layers - 1) + (-1,))
+    tables = ((normal(tokens, 4), normal(tokens, 4)),)
+    importance = normal(tokens).abs().half()
+    layer_table = (0,) * (layers - 1) + (-1,)
+    return ChunkKV(key, pairs, tables, layer_table, importance=importance, question="asked")
 
 
 def assert_same_chunk(got: ChunkKV | None, expected: ChunkKV) -> None:
@@ -51,6 +54,11 @@ def assert_same_chunk(got: ChunkKV | None, expected: ChunkKV) -> None:
     assert got is not None
     assert got.key == expected.key
     assert got.layer_table == expected.layer_table
+    assert got.question == expected.question
+    if expected.importance is None:
+        assert got.importance is None
+    else:
+        assert torch.equal(got.importance, expected.importance)
     pairs = zip(got.named_tensors(), expected.named_tensors(), strict=True)
     for (name, tensor), (expected_name, expected_tensor) in pairs:
         assert name == expected_name

@@ -100,12 +100,13 @@ def test_entry_is_aligned_safetensors_without_text_of_user(chunk, content):
     assert tensors["token_ids"].tolist() == list(stored.key.token_ids)
     assert tensors["chunk_prefix_ids"].tolist() == list(stored.key.chunk_prefix_ids)
     assert tensors["layer.1.v"].equal(stored.layers[1][1])
-    assert len(tensors) == 8
+    assert len(tensors) == 9
+    assert tensors["importance"].tolist() == [*stored.importance.tolist(), 0.0]
     assert content(chunk()) == content(chunk())
     assert len(header_of(content(chunk()))) % 64 == 0
     rows = json.loads(header_of(content(chunk(layers=2)))[8:])
     del rows["__metadata__"]
-    names = "token_ids chunk_prefix_ids table.0.cos table.0.sin layer.0.k layer.0.v layer.1.k layer.1.v"
+    names = "token_ids chunk_prefix_ids importance table.0.cos table.0.sin layer.0.k layer.0.v layer.1.k layer.1.v"
     assert " ".join(rows) == names
     end = 0
     for row in rows.values():
@@ -140,7 +141,7 @@ def test_renamed_tensors_are_found_even_with_fresh_manifest(chunk, source, conte
 
     def swapped(header):
         names = [plan.name for plan in header.tensors]
-        names[4], names[6] = names[6], names[4]
+        names[5], names[7] = names[7], names[5]
         plans = (replace(plan, name=name) for plan, name in zip(header.tensors, names, strict=True))
         return replace(header, tensors=tuple(plans))
 
@@ -173,6 +174,20 @@ REPLACED = {  # once, in the text of a header
     "table.0.cos": r"\ud800",
     "hf_blend.chunk/2": "hf_blend.chunk/3",
 }
+
+
+def test_entry_without_importance_is_read_and_one_of_other_numbers_is_refused(chunk, same, source, content):
+    stored = chunk((5, 6, 7, 8, 9))
+    without = replace(stored, importance=None, question="")
+    same(EntryReader(source(content(without)), stored.key).read(), without)
+    for other in (torch.ones(4), torch.tensor([1.0, torch.nan, 1, 1, 1]), torch.tensor([1.0, -1, 1, 1, 1])):
+        wrong = replace(stored, importance=other.half())
+        with pytest.raises(StoreError, match="importance of chunk"):
+            wrong.check()
+        assert reason_of(source, content(wrong), stored.key) == "format"
+    assert reason_of(source, content(replace(stored, importance=torch.ones(5))), stored.key) == "format"
+    _, (keys, _) = EntryReader(source(content(stored)), stored.key).layers(0, 10**6)
+    assert keys.data_ptr() % keys.itemsize == 0
 
 
 def test_header_sealed_by_tests_is_read(chunk, same, source, content):

@@ -24,7 +24,7 @@ from ...store.entry import (
     about_chunk,
     bytes_of,
     digest_of,
-    ids_of,
+    leading_tensors,
     pack_entry,
     tensor_digest,
 )
@@ -87,7 +87,7 @@ class BlockedChunk(PackedChunk):
         digest_bytes = bytearray(b"".join(digests))
         digest_rows = torch.frombuffer(digest_bytes, dtype=torch.uint8).view(len(digests), -1)
         about = {**about_chunk(self.chunk, "raw"), "block_tokens": str(self._block_tokens)}
-        leading = [*ids_of(self.key), ("order", index), ("block_digests", digest_rows)]
+        leading = [*leading_tensors(self.chunk), ("order", index), ("block_digests", digest_rows)]
         ordered = replace(self.chunk, layers=layers)
         return pack_entry(BLOCKS, about, [*leading, *ordered.named_tensors()])
 
