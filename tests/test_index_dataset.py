@@ -30,14 +30,17 @@ def test_index_chunks_stores_rows_of_data_set_from_two_processes(tmp_path):
         assert len(store) == len(IDS)
 
 
-@pytest.mark.parametrize("as_batch", [list, np.array])
-def test_index_chunks_skips_what_is_stored_and_survives_pickling(tmp_path, as_batch, monkeypatch):
-    index = pickle.loads(pickle.dumps(IndexChunks(load, {"location": tmp_path / "kv"}, column="ids")))
+@pytest.mark.parametrize(("as_batch", "location"), [(list, "kv"), (np.array, {"location": "kv"})])
+def test_index_chunks_skips_what_is_stored_and_survives_pickling(tmp_path, as_batch, location, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    index = pickle.loads(pickle.dumps(IndexChunks(load, location, column="ids")))
+    monkeypatch.chdir("/")  # where another process may work
     digests = index({"ids": as_batch(IDS[:3])})["digest"]
     assert len({*digests}) == 3
     monkeypatch.setattr("hf_blend.model.capture.compute_chunks", lambda model, keys: [*keys] and pytest.fail("again"))
     assert index({"ids": as_batch(IDS[:3])})["digest"] == digests
     assert pickle.loads(pickle.dumps(index))._opened is None
+    assert (tmp_path / "kv").is_dir()
 
 
 def test_index_chunks_leaves_empty_documents_out_and_refuses_what_is_none(tmp_path, model_folder):

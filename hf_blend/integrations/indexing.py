@@ -16,6 +16,7 @@ from ..errors import StoreError
 from ..model_names import load
 from ..prompt.pieces import list_chunks
 from ..store import ChunkStore
+from ..store.opening import absolute
 
 __all__ = ["IndexChunks"]
 
@@ -39,8 +40,11 @@ class IndexChunks:
         column: str = "text",
         threads: int | None = None,
     ) -> None:
+        settings = dict(store) if isinstance(store, Mapping) else {"location": store}
+        if settings.get("location") is not None:
+            settings["location"] = absolute(settings["location"])  # an engine's processes work in other folders
         self.model = model
-        self.store = store
+        self.store = settings
         self.column = column
         self.threads = threads
         self._opened: tuple[Any, Any, ChunkStore] | None = None
@@ -80,6 +84,5 @@ class IndexChunks:
 
                 torch.set_num_threads(self.threads)
             model, tokenizer = load(self.model) if isinstance(self.model, str) else self.model()
-            settings = dict(self.store) if isinstance(self.store, Mapping) else {"location": self.store}
-            self._opened = model, tokenizer, ChunkStore.open(**{**settings, "memory_bytes": 0})
+            self._opened = model, tokenizer, ChunkStore.open(**{**self.store, "memory_bytes": 0})
         return self._opened

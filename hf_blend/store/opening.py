@@ -82,23 +82,31 @@ def is_remote(location: str | Path | None) -> bool:
     return match is not None and (match[1].lower() != "memory" or bool(match[2]))
 
 
-def _resolve(location: str | Path | None) -> Path | None:
-    if location is None:
-        return _default_root()
+def absolute(location: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """A location that stays the same when a process works in another folder; URLs as they are.
+
+    Raises:
+        ConfigError: it is no location.
+    """
     is_path = isinstance(location, str | os.PathLike)
     if not is_path or not str(location).strip() or "\0" in str(location):
         raise ConfigError(f'location is {location!r}, expected a directory, "memory://" or None for the default.')
-    return None if _SCHEME.fullmatch(str(location)) else Path(location).expanduser()
+    return location if _SCHEME.fullmatch(str(location)) else Path(location).expanduser().absolute()
+
+
+def _resolve(location: str | Path | None) -> Path | None:
+    folder = _default_root() if location is None else absolute(location)
+    return folder if isinstance(folder, Path) else None
 
 
 def _default_root() -> Path:
     home = os.environ.get("HF_BLEND_HOME")
     if home:
-        return Path(home).expanduser() / "chunks"
+        return Path(home).expanduser().absolute() / "chunks"
     from huggingface_hub import cached_assets_path
 
     try:
-        return cached_assets_path("hf_blend", namespace="chunks", subfolder="store")
+        return cached_assets_path("hf_blend", namespace="chunks", subfolder="store").absolute()
     except (OSError, ValueError) as error:
         raise StoreError(
             f"the assets folder of the Hugging Face cache cannot be used: {error}. Set HF_BLEND_HOME to a directory "

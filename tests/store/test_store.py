@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from hf_blend.errors import ConfigError, PromptError, StoreError
 from hf_blend.model import capture
+from hf_blend.recipes import Recipe
 from hf_blend.store import ChunkKey, ChunkStore
 from hf_blend.store.eviction.lru import Lru
 from hf_blend.store.memory import MemoryCache, available_bytes
@@ -295,6 +296,23 @@ def test_default_location_is_assets_cache_or_home_that_was_set(tmp_path, chunk, 
     monkeypatch.setenv("HF_BLEND_HOME", str(tmp_path / "home"))
     ChunkStore.open(memory_bytes=0).put(chunk())
     assert list((tmp_path / "home" / "chunks").rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("way", ["a folder", "HF_BLEND_HOME"])
+def test_relative_location_stays_where_it_was_opened(way, tmp_path, chunk, same, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_BLEND_HOME", "kv")
+    with ChunkStore.open("kv" if way == "a folder" else None, memory_bytes=0) as store:
+        store.put(chunk((5, 6)))
+        store.recipes.put("f" * 64, Recipe({"recompute_ratio": 0.2}, "tuned"))
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        store.put(chunk((5, 7)))
+        store.recipes.put("e" * 64, Recipe({"recompute_ratio": 0.3}, "tuned"))
+        for ids in ((5, 6), (5, 7)):
+            same(store.get(chunk(ids).key), chunk(ids))
+        assert len(list(store.folder.rglob("*.json"))) == 2
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_unusable_assets_cache_is_refused_with_way_out(tmp_path, monkeypatch):
