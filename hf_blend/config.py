@@ -59,9 +59,8 @@ class BlendConfig:
         selector_options: its options, by name.
         check_layers: layers at which tokens are chosen, increasing, from 1; before the first, all are computed.
             Selectors that compare nothing, as the default, choose before layer 0.
-        layer_ratios: share kept from each check layer on, never increasing; None derives it from `recompute_ratio`.
-        gradual: choose more at the first check layer and fewer at each later one, `recompute_ratio` in the mean
-            (CacheBlend, section 4.3).
+        layer_ratios: share kept from each check layer on, never increasing (CacheBlend, section 4.3); None is
+            `recompute_ratio` at each.
         chunk_prefix_ids: tokens before each chunk while it is computed; None is `ChunkStore.default_prefix`, or, where
             no tokenizer is known, as chunks are stored, see docs/choosing.md.
         kv_bits: 8 or 4 holds K and V in so many bits; None in the model's dtype.
@@ -77,7 +76,6 @@ class BlendConfig:
     selector_options: Mapping[str, Any] = field(default_factory=Options)
     check_layers: tuple[int, ...] = (1,)
     layer_ratios: tuple[float, ...] | None = None
-    gradual: bool = False
     chunk_prefix_ids: tuple[int, ...] | None = None
     kv_bits: int | None = None
     kv_device_map: str | Mapping[Any, int | str] | None = None
@@ -98,7 +96,7 @@ class BlendConfig:
             value = getattr(self, name)
             if value is not None or name not in ("layer_ratios", "chunk_prefix_ids"):
                 object.__setattr__(self, name, check(name, value))
-        kinds = {"selector": str, "gradual": bool, "allow_unverified": bool, "seed": int}
+        kinds = {"selector": str, "allow_unverified": bool, "seed": int}
         for name, kind in kinds.items():
             _instance(name, getattr(self, name), kind)
         check_kv_bits(self.kv_bits)
@@ -125,11 +123,6 @@ class BlendConfig:
             raise ConfigError(
                 f"layer_ratios is {ratios}, but a token that was left out at one check layer cannot come back at a "
                 f"later one. Give them in falling order: {tuple(sorted(ratios, reverse=True))}."
-            )
-        if self.gradual and (ratios is not None or len(layers) < 2):
-            raise ConfigError(
-                f"gradual=True came with check_layers={layers} and layer_ratios={ratios}, but gradual filtering needs "
-                "two or more check layers and finds the ratios itself. Give check_layers=(1, 2) and no layer_ratios."
             )
 
     def _check_memory(self) -> None:
@@ -164,9 +157,7 @@ class BlendConfig:
     def ratios(self, num_layers: int) -> dict[int, float]:
         """Say which share of the reusable tokens, 0–1, is kept from each check layer on.
 
-        The K/V of layer `l` are recomputed for the tokens chosen at the last check layer before `l`. With `gradual`,
-        the first check layer keeps twice the share of the last, and those between lie on a line; the scale is such
-        that the mean over the layers after the first check layer is `recompute_ratio`. No share exceeds 1.
+        The K/V of layer `l` are recomputed for the tokens chosen at the last check layer before `l`.
         """
         if self.check_layers[-1] >= num_layers:
             raise ConfigError(
@@ -175,34 +166,16 @@ class BlendConfig:
             )
         if self.layer_ratios is not None:
             return dict(zip(self.check_layers, self.layer_ratios, strict=True))
-        if self.gradual and self.recompute_ratio < 1:
-            return dict(zip(self.check_layers, self._gradual_ratios(num_layers), strict=True))
         return dict.fromkeys(self.check_layers, self.recompute_ratio)
 
     def nominal_ratio(self, num_layers: int) -> float:
         """Give the share that is asked for over all: the mean over the layers behind the first check layer."""
         if self.layer_ratios is None:
             return self.recompute_ratio
-        spans = self._spans(num_layers)
+        ends = [*self.check_layers[1:], num_layers - 1]
+        spans = [end - start for start, end in zip(self.check_layers, ends, strict=True)]
         weighted = sum(span * ratio for span, ratio in zip(spans, self.layer_ratios, strict=True))
         return weighted / sum(spans) if any(spans) else self.layer_ratios[-1]
-
-    def _spans(self, num_layers: int) -> list[int]:
-        """For each check layer how many layers recompute what was chosen there."""
-        ends = [*self.check_layers[1:], num_layers - 1]
-        return [end - start for start, end in zip(self.check_layers, ends, strict=True)]
-
-    def _gradual_ratios(self, num_layers: int) -> list[float]:
-        last = len(self.check_layers) - 1
-        slopes = [2 - place / last for place in range(last + 1)]
-        spans = self._spans(num_layers)
-        budget = self.recompute_ratio * sum(spans)
-        for clipped in range(last + 1):  # shares that reach 1; the others share what is left
-            weight = sum(span * slope for span, slope in zip(spans[clipped:], slopes[clipped:], strict=True))
-            scale = (budget - sum(spans[:clipped])) / weight if weight else self.recompute_ratio
-            if scale * slopes[clipped] <= 1:
-                return [min(1.0, scale * slope) if place >= clipped else 1.0 for place, slope in enumerate(slopes)]
-        return [1.0] * (last + 1)
 
     def to_dict(self) -> dict[str, Any]:
         """Give the fields as JSON values: tuples become lists."""

@@ -210,7 +210,6 @@ def test_blending_is_splicing_stale_states_into_full_prefill(shared_model, famil
     [
         ({"check_layers": (3,), "recompute_ratio": 0.2}, {3: 0.2}),
         ({"check_layers": (1, 2, 3), "layer_ratios": (0.8, 0.4, 0.0)}, {1: 0.8, 2: 0.4, 3: 0.0}),
-        ({"check_layers": (1, 2), "gradual": True, "recompute_ratio": 0.3}, {1: 0.4, 2: 0.2}),
     ],
 )
 def test_later_and_several_check_layers_choose_among_what_still_flows(shared_model, settings, ratios):

@@ -8,8 +8,6 @@ import pickle
 from dataclasses import FrozenInstanceError, fields
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hf_blend import BlendConfig, ConfigError
 
@@ -43,7 +41,7 @@ FULL = BlendConfig(
 )
 
 
-@pytest.mark.parametrize("config", [BlendConfig(), FULL, BlendConfig(gradual=True, check_layers=(1, 2))])
+@pytest.mark.parametrize("config", [BlendConfig(), FULL])
 def test_to_json_and_from_dict_bring_config_back(config):
     document = json.loads(config.to_json())
     assert set(document) == {entry.name for entry in fields(BlendConfig)}
@@ -63,30 +61,5 @@ def test_ratios_are_share_of_each_check_layer():
     assert alike.ratios(8) == {1: 0.2, 3: 0.2}
     falling = BlendConfig(check_layers=(1, 3), layer_ratios=(0.4, 0.1))
     assert falling.ratios(8) == {1: 0.4, 3: 0.1}
-    gradual = BlendConfig(recompute_ratio=0.15, check_layers=(1, 2, 3), gradual=True)
-    first, second, third = gradual.ratios(30).values()
-    assert first == pytest.approx(2 * third)
-    assert first - second == pytest.approx(second - third)
     with pytest.raises(ConfigError, match=r"\(1, 4\), but the model has 4 layers, 0 … 3\. Give check layers below 4"):
         BlendConfig(check_layers=(1, 4)).ratios(4)
-
-
-@given(
-    ratio=st.floats(0, 1),
-    layers=st.lists(st.integers(1, 30), min_size=2, max_size=8, unique=True).map(sorted),
-    more_layers=st.integers(2, 40),
-)
-def test_gradual_spends_exactly_ratio_and_never_grows(ratio, layers, more_layers):
-    num_layers = layers[-1] + more_layers
-    ratios = BlendConfig(recompute_ratio=ratio, check_layers=layers, gradual=True).ratios(num_layers)
-    shares = list(ratios.values())
-    assert shares == sorted(shares, reverse=True)
-    assert all(0 <= share <= 1 for share in shares)
-    spent = []
-    share = ratios[layers[0]]
-    for layer in range(layers[0] + 1, num_layers):
-        spent.append(share)
-        share = ratios.get(layer, share)
-    assert sum(spent) / len(spent) == pytest.approx(ratio, abs=1e-9)
-    every = BlendConfig(recompute_ratio=1, check_layers=layers, gradual=True).ratios(num_layers)
-    assert set(every.values()) == {1.0}

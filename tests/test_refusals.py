@@ -15,7 +15,6 @@ SETTINGS = [  # of a cache, and what the error says of them
     ({"recompute_ratio": 1.5}, r"1\.5.*0\.15"),
     ({"recompute_ratio": True}, r"True.*0\.15"),
     ({"check_layers": (1, 2), "layer_ratios": (0.1, 0.2)}, r"\(0\.1, 0\.2\).*\(0\.2, 0\.1\)"),
-    ({"gradual": True, "check_layers": (1, 2), "layer_ratios": (0.2, 0.1)}, r"\(0\.2, 0\.1\).*no layer_ratios"),
     ({"selector": "kv_devation"}, "Did you mean 'kv-deviation'"),
     ({"selector_options": {"a": [float("inf")]}}, "inf.*JSON"),
     ({"kv_bits": 2}, "kv_bits is 2"),
