@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import threading
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -16,9 +17,13 @@ import torch
 from hf_blend import BlendConfig
 from hf_blend.errors import ConfigError, MissingExtraError, PromptError
 from hf_blend.integrations.answering import Answerer
-from tests.chat_templates import CHATML, DOCUMENTS, JOINED, QUESTION, SYSTEM, small_tokenizer
+from hf_blend.model.identity import fingerprint
+from hf_blend.recipes import Recipe
+from tests.adapters import adapted, eager, off, switched
+from tests.chat_templates import CHATML, DOCUMENTS, JOINED, MISTRAL, QUESTION, SYSTEM, small_tokenizer
 
 NEW = {"max_new_tokens": 6, "eos_token_id": None}
+TUNED = Recipe({"selector": "boundary", "recompute_ratio": 0.3}, "tuned on 4 prompts")
 EVERYTHING = BlendConfig(recompute_ratio=1.0)
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
 ASKED = [SYSTEM, {"role": "user", "content": QUESTION}]
@@ -115,6 +120,63 @@ def test_answer_stops_computing_when_its_stream_is_closed(answerer):
     assert threading.active_count() <= threads
 
 
+@contextmanager
+def another_template(answerer):
+    answerer.tokenizer.chat_template = MISTRAL
+    yield
+
+
+@contextmanager
+def another_generation_config(answerer):
+    answerer.model.generation_config.repetition_penalty = 1.5
+    yield
+
+
+@contextmanager
+def another_recipe(answerer):
+    answerer.store.recipes.put(fingerprint(answerer.model), TUNED)
+    yield
+
+
+@contextmanager
+def another_setting(answerer):
+    answerer.settings["max_new_tokens"] = 7
+    yield
+
+
+@pytest.mark.parametrize(
+    "change", [another_template, another_generation_config, another_recipe, another_setting, off, switched, eager]
+)
+def test_identity_of_answers_is_another_with(change, tokenizer, store):
+    answerer = Answerer(adapted(len(tokenizer)), copy.deepcopy(tokenizer), store, None, {})
+    before = answerer.identity
+    assert answerer.identity == before
+    with change(answerer.model if change in (off, switched, eager) else answerer):
+        assert answerer.identity != before
+
+
+def langchain_answer(blend, fields):
+    return blend.ChatBlend(**fields).invoke(QUESTION).response_metadata["hf_blend"]
+
+
+def llamaindex_answer(blend, fields):
+    return blend.BlendLLM(**fields).complete(QUESTION).raw["hf_blend"]
+
+
+def haystack_answer(blend, fields):
+    from haystack.dataclasses import ChatMessage
+
+    llm = blend.BlendChatGenerator(fields["model"], fields["tokenizer"], fields["store"], generation_kwargs=NEW)
+    return llm.run([ChatMessage.from_user(QUESTION)])["replies"][0].meta["hf_blend"]
+
+
+@pytest.mark.parametrize("answer", [langchain_answer, llamaindex_answer, haystack_answer])
+def test_recipe_of_store_is_taken_where_no_settings_are_given(answer, fields):
+    fields["store"].recipes.put(fingerprint(fields["model"]), TUNED)
+    blend = framework(answer.__name__.partition("_")[0])
+    assert answer(blend, fields)["recipe"] == TUNED.source
+
+
 @pytest.mark.parametrize(
     ("messages", "documents", "settings", "error", "words"),
     [
@@ -165,8 +227,12 @@ def test_langchain_batches_caches_and_counts_tokens(fields, tokenizer, stock):
     counts = []
     for tokens in (2, 5, 2):
         other = chat(**{**fields, "settings": {"eos_token_id": None}}, max_new_tokens=tokens, cache=cache)
-        counts.append(other.invoke(QUESTION).usage_metadata["output_tokens"])
+        usage = other.invoke(QUESTION).usage_metadata
+        counts.append(usage["output_tokens"])
     assert counts == [2, 5, 2]
+    other.tokenizer = copy.deepcopy(tokenizer)
+    other.tokenizer.chat_template = MISTRAL
+    assert other.invoke(QUESTION).usage_metadata["input_tokens"] != usage["input_tokens"]
     with pytest.raises(ValueError, match="max_new_token\n"):
         chat(**fields, max_new_token=2)
     with pytest.raises(ConfigError, match="store is 'kv', expected"):

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the classes for frameworks share: a prompt is prefilled with stored chunks, and answered with text."""
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,8 +18,10 @@ from ..cache.blend_cache import BlendCache
 from ..config import BlendConfig
 from ..errors import ConfigError, HfBlendError
 from ..model.anatomy import cache_argument
+from ..model.identity import author_of
 from ..prompt.detokenizer import Detokenizer
 from ..prompt.messages import text_with_documents, with_documents
+from ..prompt.tokenizer import tokenizer_digest
 from ..store import ChunkStore
 
 __all__ = ["Answer", "Answerer"]
@@ -32,18 +35,32 @@ SAME = dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_new_tokens") 
 class Answerer:
     """Answers with a model, and reuses what a store holds of the prompt.
 
-    `settings` are arguments of `generate`, such as `max_new_tokens`; those of a call are added to them.
+    `config` None: the recipe in the store for this model, else the defaults. `settings` are arguments of `generate`,
+    such as `max_new_tokens`; those of a call are added to them.
     """
 
     model: Any
     tokenizer: Any
     store: ChunkStore
-    config: BlendConfig = field(default_factory=BlendConfig)
+    config: BlendConfig | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.store, ChunkStore):
             raise ConfigError(f'store is {self.store!r:.60}, expected ChunkStore.open("kv-store"). Pass one.')
+
+    @property
+    def identity(self) -> str:
+        """A digest of all that decides an answer beside the arguments of a call, for a cache of answers."""
+        parts = (
+            author_of(self.model),
+            self.model.generation_config.to_json_string(),
+            tokenizer_digest(self.tokenizer),
+            getattr(self.tokenizer, "chat_template", None),
+            self.config or self.store.recipe(self.model),
+            sorted(self.settings.items()),
+        )
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def chat(
         self,

@@ -51,7 +51,7 @@ class BlendChatGenerator:
         `generation_kwargs` are arguments of `generate`, such as `max_new_tokens`: `temperature` 0 is greedy; `stop`
         has texts that end the answer; `template` has arguments of the chat template.
         """
-        self._answerer = Answerer(model, tokenizer, store, blend or BlendConfig(), {"max_new_tokens": 256})
+        self._answerer = Answerer(model, tokenizer, store, blend, {"max_new_tokens": 256})
         self.generation_kwargs = generation_kwargs or {}
         self.streaming_callback = streaming_callback
 

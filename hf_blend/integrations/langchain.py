@@ -8,7 +8,6 @@
 Its messages are rendered by the model's own chat template.
 """
 
-import hashlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,7 +44,7 @@ class ChatBlend(BaseChatModel):
     model: Any
     tokenizer: Any
     store: Any
-    blend: BlendConfig = Field(default_factory=BlendConfig)
+    blend: BlendConfig | None = None
     max_new_tokens: int = 256
     temperature: float | None = None
     settings: dict[str, Any] = Field(default_factory=dict)
@@ -57,15 +56,7 @@ class ChatBlend(BaseChatModel):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         """What tells its answers from those of another, in a cache of answers."""
-        config = self.model.config.to_json_string(use_diff=False).encode()
-        return {
-            "model": self.model.config.name_or_path,
-            "config": hashlib.sha256(config).hexdigest(),
-            "max_new_tokens": self.max_new_tokens,
-            "temperature": self.temperature,
-            "settings": self.settings,
-            "blend": self.blend,
-        }
+        return {"model": self.model.config.name_or_path, "identity": self._answerer().identity}
 
     def get_token_ids(self, text: str) -> list[int]:
         """The ids of a text by the model's own tokenizer, by which LangChain counts."""
@@ -98,14 +89,16 @@ class ChatBlend(BaseChatModel):
         last = AIMessageChunk(content="", usage_metadata=_usage(answer), response_metadata=_metadata(answer))
         yield ChatGenerationChunk(message=last)
 
-    def _answer(self, messages: list[BaseMessage], stop: list[str] | None, options: dict[str, Any]) -> Answer:
+    def _answerer(self) -> Answerer:
         settings = {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature, **self.settings}
-        answerer = Answerer(self.model, self.tokenizer, self.store, self.blend, settings)
+        return Answerer(self.model, self.tokenizer, self.store, self.blend, settings)
+
+    def _answer(self, messages: list[BaseMessage], stop: list[str] | None, options: dict[str, Any]) -> Answer:
         documents = options.pop("documents", None)
         template = options.pop("template", None)
         options.pop("stream", None)
         converted = convert_to_openai_messages(messages, text_format="string")
-        return answerer.chat(converted, documents, template, stop, **options)
+        return self._answerer().chat(converted, documents, template, stop, **options)
 
 
 def _usage(answer: Answer) -> Any:

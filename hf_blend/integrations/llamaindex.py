@@ -58,7 +58,7 @@ class BlendLLM(CustomLLM):
     model: Any
     tokenizer: Any
     store: Any
-    blend: BlendConfig = Field(default_factory=BlendConfig)
+    blend: BlendConfig | None = None
     max_new_tokens: int = 256
     temperature: float | None = None
     settings: dict[str, Any] = Field(default_factory=dict)
