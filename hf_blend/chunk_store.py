@@ -39,7 +39,6 @@ class ChunkStore(Store):
         memory_bytes: int | None = None,
         disk_bytes: int | None = None,
         remote: str | None = None,
-        eviction: str = "lru",
         namespace: str = "",
         durability: str = "full",
         codec: str = "raw",
@@ -50,13 +49,12 @@ class ChunkStore(Store):
         Args:
             location: a directory; "memory://"; a URL such as "s3://bucket/folder" or "redis://host"; None is
                 `$HF_BLEND_HOME`, else the assets folder of the Hugging Face cache.
-            memory_bytes: cap of the memory tier; None is a quarter of what is available.
+            memory_bytes: cap of the memory tier; None is a quarter of what is available. From a full tier what was
+                used least recently leaves.
             disk_bytes: cap of the directory, all namespaces together; None is what it holds now and half of what is
                 free.
             remote: URL of a tier behind the disk, shared with other machines; `put` waits for it, and what fails there
                 is a miss.
-            eviction: which chunk leaves a full tier: "lru", "lfu" (recent uses count more), or "importance" (use times
-                share of important tokens).
             namespace: keeps tenants apart: no chunk is seen from another one.
             durability: "full" makes a stored chunk survive a power loss; "none" is for scratch. Neither ever gives
                 wrong KV.
@@ -69,7 +67,7 @@ class ChunkStore(Store):
             ConfigError: an argument is out of range, or the location is of a kind that does not exist.
             StoreError: nothing can be kept at the location.
         """
-        limits = Limits(memory_bytes, disk_bytes, eviction)
+        limits = Limits(memory_bytes, disk_bytes)
         limits.check()
         if durability not in _DURABILITIES:
             raise ConfigError(f"no durability named {durability!r}. {suggest(str(durability), _DURABILITIES)}")

@@ -111,7 +111,7 @@ def test_selector_may_be_file_anywhere_and_edit_of_it_counts(tmp_path):
     assert plugins.load("selectors", str(path)).__name__ == "Edited"
 
 
-@pytest.mark.parametrize("kind", ["store.codecs", "store.tiers", "store.eviction"])
+@pytest.mark.parametrize("kind", ["store.codecs", "store.tiers"])
 def test_what_entry_of_store_may_name_is_never_file(kind, tmp_path):
     (tmp_path / "my_own.py").write_text("raise SystemExit('ran')")
     with pytest.raises(hf_blend.PluginNotFoundError):

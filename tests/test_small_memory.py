@@ -38,12 +38,11 @@ def ask(model, store, prompt, ratio=0.2):
     return cache.report, logits
 
 
-@pytest.mark.parametrize("eviction", ["lru", "importance"])
-def test_notice_says_how_much_of_prompt_there_is_room_for(shared_model, prompt, chunk_bytes, eviction):
+def test_notice_says_how_much_of_prompt_there_is_room_for(shared_model, prompt, chunk_bytes):
     model = shared_model(MODEL)
     with ChunkStore.open("memory://") as large:
         expected = ask(model, large, prompt)
-    with ChunkStore.open("memory://", memory_bytes=int(6.5 * chunk_bytes), eviction=eviction) as store:
+    with ChunkStore.open("memory://", memory_bytes=int(6.5 * chunk_bytes)) as store:
         first, *more = [ask(model, store, prompt) for _ in range(3)]
         assert store.stats()["bytes"]["memory"] <= 6.5 * chunk_bytes
     assert first[0].loaded_chunks == 0

@@ -35,21 +35,17 @@ from hf_blend.sparse.partial.itf import probe_count, similarity, threshold
 from hf_blend.sparse.partial.loading import LoadReport, PartialLoading
 from hf_blend.sparse.partial.reader import keep_in_blocks
 from hf_blend.store.chunk import ChunkKey
-from hf_blend.store.eviction.base import HALF_LIFE_S
 from papers.paper_page import Groups, by_way, write_paper
 
 SHARE = 0.25
 ALPHA = 0.6
 BLOCK_TOKENS = 16
-CACHED_SHARE = 0.25  # memory before the disk, of all bytes; requests of the trace
-TRACE_PER_SAMPLE = 4
 CANNOT_SHOW = (
     "time saved: blocks are read from memory, so times to the first token are those of computing and choosing. Bytes "
     "are what a slow disk would be asked for; `python benchmarks/bench.py partial-load` measures times.",
     "other models: how far heads agree is a property of trained weights. Random weights agree no more than chance.",
     "reordering by a chunk's own past questions: a sample's chunks are reordered by what another sample's question "
     "found important in them.",
-    "a real trace: the ablation's cache is replayed over samples drawn by Zipf's law.",
 )
 MemoryTier = plugins.load("store.tiers", "memory")
 Progress = Callable[[str, Iterator[Any], int], Any]
@@ -100,7 +96,6 @@ TITLES = {
     "probe-heads": "How many KV heads are probed",
     "block-tokens": "Tokens of a block (the paper's chunk)",
     "ablation": "Ablation: everything, the first blocks, probe heads, reordering",
-    "cache": "Ablation: memory before the disk, by the chunk used last and by importance",
     "heads": "Jaccard index of the KV heads' important blocks, layer by layer, against chance",
 }
 
@@ -128,7 +123,6 @@ def impress(
         {"name": figure, "title": TITLES[figure], "rows": _rows(lines, [way.name for way in ways])}
         for figure, ways in figures.items()
     ]
-    made.append({"name": "cache", "title": TITLES["cache"], "rows": _cached(lines)})
     made.append({"name": "heads", "title": TITLES["heads"], "rows": _heads(lines, Way(probes=kv_heads).name)})
     result = {"settings": settings, "cannot_show": list(CANNOT_SHOW), "figures": made}
     write_paper(result, folder)
@@ -317,58 +311,3 @@ def _heads(lines: Sequence[Mapping[str, Any]], way: str) -> list[dict[str, Any]]
                 }
             )
     return rows
-
-
-def _cached(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Bytes from the disk where a memory before it holds what some requests loaded, replayed by each policy."""
-    import numpy as np
-
-    rows = []
-    for (task, name), found in by_way(lines).items():
-        if name not in (Way().name, WHOLE.name):
-            continue
-        every = list(found.values())
-        cap = CACHED_SHARE * sum(line["all_bytes"] for line in every)
-        weights = 1.0 / np.arange(1, len(every) + 1)
-        drawn = np.random.default_rng(0).choice(len(every), TRACE_PER_SAMPLE * len(every), p=weights / weights.sum())
-        for policy in ("lru", "importance"):
-            read = _replayed(policy, cap, [every[number] for number in drawn])
-            asked = sum(every[number]["all_bytes"] for number in drawn)
-            rows.append(
-                {
-                    "read_share": read / max(1, asked),
-                    "task": task,
-                    "way": name,
-                    "eviction": policy,
-                    "n": len(every),
-                    "requests": len(drawn),
-                    "memory_share": CACHED_SHARE,
-                }
-            )
-    return rows
-
-
-def _replayed(policy: str, cap: float, requests: Sequence[Mapping[str, Any]]) -> float:
-    """Bytes that are not in memory when they are asked for, the chunks of a sample together.
-
-    A use counts half after 512 requests.
-    """
-    rule = plugins.load("store.eviction", policy)()
-    read = 0
-    scores: dict[str, float] = {}
-    sizes: dict[str, int] = {}
-    for number, line in enumerate(requests):
-        name = line["id"]
-        now_s = number * HALF_LIFE_S / 512
-        important = min(1.0, 1.0 - line["unseen_share"])
-        if name in scores:
-            scores[name] = rule.score(scores[name], now_s, 1.0)
-        else:
-            scores[name] = now_s
-            sizes[name] = line["loaded_bytes"]
-            read += line["loaded_bytes"]
-        scores[name] = rule.score(scores[name], now_s, important - 1.0)  # what was seen in it
-        while sum(sizes.values()) > cap:
-            victim = min(scores, key=scores.__getitem__)
-            del scores[victim], sizes[victim]
-    return read

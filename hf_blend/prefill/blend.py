@@ -30,7 +30,6 @@ from ..model.anatomy import LayerCall, LayerExtra, gather_rows, text_config
 from ..model.attention import AttentionCapture, StopForward, layers_handing_on
 from ..rotary.base import Table, rotary_table
 from ..selectors.base import KV, Selector
-from .importance import ImportanceListener
 from .plan import PlacedChunk, Plan
 from .realign import Realigner
 from .report import BlendReport, Work
@@ -48,18 +47,14 @@ class StoredStates(Protocol):
         """Give for each chunk how far what is stored is from what was computed, as a share of its size."""
 
 
-class AttentionListener(Protocol):
-    """Receives the attention of a forward, for a store."""
+class PartialLoader(StoredStates, Protocol):
+    """Loads those parts of stored chunks that attention selects: it listens, loads and writes."""
 
     def capture(self, index: int, module: nn.Module, rows: Rows | None, past: int) -> AttentionCapture | None:
-        """The capture of a layer's attention; None where the listener does not need it."""
+        """The capture of a layer's attention; None where it is not needed."""
 
     def finish(self) -> None:
         """Tell the store, at the end of the forward."""
-
-
-class PartialLoader(StoredStates, AttentionListener, Protocol):
-    """Loads those parts of stored chunks that attention selects: it listens, loads and writes."""
 
     def begin(self, index: int, rows: Rows | None, plan: Plan) -> None:
         """Find out what of a layer can be loaded in part; no rows: all tokens are computed."""
@@ -393,9 +388,6 @@ class Prefill(LayerPass):
         self._loader = context.loader
         ratio = self._ratios.get(self._last_check, self._first_ratio or 0.0)
         self._loads_nothing = context.selector.count(ratio, plan.real.numel()) == plan.real.numel()
-        self._listener: AttentionListener | None = self._loader
-        if self._loader is None and plan.store is not None and plan.store.reads_importance:
-            self._listener = ImportanceListener(context, self._last_check)
         self._selected_counts = plan.stored_counts  # of the reusable tokens, those that are computed
         self._is_narrowed = False  # some reusable tokens are computed no more
 
@@ -431,8 +423,8 @@ class Prefill(LayerPass):
             if expected < rows.columns.shape[1]:
                 self._run_until_kv(index, call)
                 self._keep_rows(index, call, *rows.last(expected))
-        if self._listener is not None:
-            self._capture = self._listener.capture(index, call.layer, self._rows, context.request.past)
+        if self._loader is not None:
+            self._capture = self._loader.capture(index, call.layer, self._rows, context.request.past)
             if self._capture is not None:
                 self._capture.open(call.cache)
         past = context.request.past
@@ -456,8 +448,8 @@ class Prefill(LayerPass):
         self.remove_hooks()
         if self._buffers.settles:
             self._buffers.settle(len(self._kinds))
-        if self._listener is not None:
-            self._listener.finish()
+        if self._loader is not None:
+            self._loader.finish()
         if plan.replaced:
             self.context.report.computed_chunks += len(plan.replaced)
             self.context.report.loaded_chunks -= len(plan.replaced)

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from .eviction.base import EvictionPolicy
 from .memory import StoreStats
 from .tiers.base import ObjectStat, Tier
 
@@ -32,14 +31,12 @@ class Capacity:
     def __init__(
         self,
         tier: Tier,
-        policy: EvictionPolicy,
         stats: StoreStats,
         cap_bytes: int | None,
         spare_folder: Path | None = None,
         estimate: Callable[[], int] | None = None,
     ) -> None:
         self.tier = tier
-        self.policy = policy
         self._stats = stats
         self._cap_bytes = cap_bytes
         self._spare_folder = spare_folder
@@ -66,10 +63,10 @@ class Capacity:
         """Whether anything is ever evicted."""
         return self._cap_bytes is not None or self._spare_folder is not None
 
-    def use(self, name: str, stat: ObjectStat | None, weight: float) -> None:
-        """Count a use of an object, or what was reported of one."""
-        if self.is_bounded and stat is not None:
-            self.tier.set_score(name, stat, self.policy.score(stat.score, time.time(), weight))
+    def use(self, name: str, stat: ObjectStat) -> None:
+        """Record that an object is used now."""
+        if self.is_bounded:
+            self.tier.set_used(name, stat, time.time())
 
     def reserve(self, nbytes: int) -> None:
         """Make room for bytes that are about to come, and count them; raises OSError(ENOSPC) if they can never fit."""
@@ -101,7 +98,7 @@ class Capacity:
             return before - self._nbytes
 
     def _evict_to(self, most_bytes: int) -> None:
-        """Let the objects of the lowest scores go."""
+        """Let the least recently used objects go."""
         if self._nbytes <= most_bytes:
             return
         with self.tier.lock():
@@ -137,9 +134,9 @@ class Capacity:
             self._count_again_s = now_s + max(_COUNT_EVERY_S, 20 * (now_s - began_s))
 
     def _list(self) -> list[tuple[str, ObjectStat]]:
-        """Count all objects, and give them by their scores; a tier that does not answer has what it had."""
+        """Count all objects, and give them by their last use; a tier that does not answer has what it had."""
         try:
-            objects = sorted(self.tier.listing(), key=lambda entry: entry[1].score)
+            objects = sorted(self.tier.listing(), key=lambda entry: entry[1].used)
         except OSError as error:
             logger.info("the %s tier cannot be listed now (%s)", self.tier.name, error)
             return []

@@ -8,12 +8,10 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .chunk import ChunkKey, ChunkKV, Layout
-from .eviction.base import EvictionPolicy
 
 _MAX_DEFAULT_BYTES = 64 << 30
 FILES = {"": ("", "memory.max"), "memory": ("memory", "memory.limit_in_bytes")}  # by controller: cgroup v2, v1
@@ -22,21 +20,17 @@ WARN_EVERY_S = 60.0
 _MOST_WARNED = 1000  # subjects that are remembered
 
 
-@dataclass
-class _Cached:
-    chunk: ChunkKV
-    score: float
-
-
 class MemoryCache:
-    """Chunks by digest, together never larger than the cap, or than the one chunk that was put last."""
+    """Chunks by digest, together never larger than the cap, or than the one chunk that was put last.
 
-    def __init__(self, cap_bytes: int, policy: EvictionPolicy) -> None:
+    The least recently used chunk leaves first.
+    """
+
+    def __init__(self, cap_bytes: int) -> None:
         self.cap_bytes = cap_bytes
-        self.policy = policy
         self.nbytes = 0
         self.stats = StoreStats()
-        self._cached: dict[str, _Cached] = {}
+        self._chunks: dict[str, ChunkKV] = {}  # the least recently used first
         self._lock = threading.RLock()
 
     def get(self, keys: Sequence[ChunkKey], layout: Layout | None = None) -> dict[ChunkKey, ChunkKV]:
@@ -44,22 +38,22 @@ class MemoryCache:
         chunks: dict[ChunkKey, ChunkKV] = {}
         with self._lock:
             for key in keys:
-                cached = self._cached.get(key.digest)
-                if cached is None or cached.chunk.key != key:
+                chunk = self._chunks.get(key.digest)
+                if chunk is None or chunk.key != key:
                     continue
-                if not cached.chunk.fits(layout):
+                if layout is not None and chunk.layout != layout:
                     self.delete(key.digest)
                     self.stats.count("load_failures", "memory:layout")
                     continue
-                self.use(key.digest, 1.0)
-                chunks[key] = cached.chunk
+                self._chunks[key.digest] = self._chunks.pop(key.digest)  # to the end
+                chunks[key] = chunk
         if chunks:
             self.stats.count("hits", "memory", len(chunks))
         return chunks
 
     def contains(self, digest: str) -> bool:
         """Say whether a chunk is there, without using it."""
-        return digest in self._cached
+        return digest in self._chunks
 
     def put(self, chunk: ChunkKV) -> ChunkKV:
         """Keep a chunk, and evict others until it fits; returns it as it is kept."""
@@ -69,38 +63,32 @@ class MemoryCache:
         chunk = chunk.stacked()
         with self._lock:
             self.delete(digest)
-            while self._cached and self.nbytes + chunk.nbytes > self.cap_bytes:
-                self.delete(min(self._cached, key=lambda name: self._cached[name].score))
+            while self._chunks and self.nbytes + chunk.nbytes > self.cap_bytes:
+                self.delete(next(iter(self._chunks)))
                 self.stats.count("evicted", "memory")
-            self._cached[digest] = _Cached(chunk, time.time())
+            self._chunks[digest] = chunk
             self.nbytes += chunk.nbytes
         return chunk
-
-    def use(self, digest: str, weight: float) -> None:
-        """Count a use of a chunk, or what was reported of one."""
-        with self._lock:
-            if cached := self._cached.get(digest):
-                cached.score = self.policy.score(cached.score, time.time(), weight)
 
     def delete(self, digest: str) -> bool:
         """Drop a chunk; False if it was not there."""
         with self._lock:
-            cached = self._cached.pop(digest, None)
-            if cached is None:
+            chunk = self._chunks.pop(digest, None)
+            if chunk is None:
                 return False
-            self.nbytes -= cached.chunk.nbytes
+            self.nbytes -= chunk.nbytes
             return True
 
     def clear(self) -> None:
         """Drop everything."""
         with self._lock:
-            self._cached.clear()
+            self._chunks.clear()
             self.nbytes = 0
 
     def digests(self) -> list[str]:
         """List what is there."""
         with self._lock:
-            return list(self._cached)
+            return list(self._chunks)
 
 
 def default_memory_bytes() -> int:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""How a store is opened: where it lives, how much it may hold, and what leaves first."""
+"""How a store is opened: where it lives, and how much it may hold."""
 
 import os
 import re
@@ -9,7 +9,6 @@ from pathlib import Path
 
 from .. import plugins
 from ..errors import ConfigError, StoreError
-from .eviction.base import EvictionPolicy
 from .memory import MemoryCache, default_memory_bytes
 from .tiers.base import Tier
 
@@ -22,26 +21,19 @@ class Limits:
 
     memory_bytes: int | None = None
     disk_bytes: int | None = None
-    eviction: str = "lru"
     tier_bytes: int | None = None
 
     def check(self) -> None:
-        """Refuse a limit below 0 (ConfigError), or a policy that does not exist (PluginNotFoundError)."""
+        """Refuse a limit below 0 (ConfigError)."""
         for name in ("memory_bytes", "disk_bytes"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and value >= 0):
                 raise ConfigError(f"{name} is {value!r}, expected 0 or more. Leave it out for the default.")
-        self.policy()
 
     def memory(self) -> MemoryCache:
         """Make the cache of chunks ready to use."""
         cap_bytes = default_memory_bytes() if self.memory_bytes is None else self.memory_bytes
-        return MemoryCache(cap_bytes, self.policy())
-
-    def policy(self) -> EvictionPolicy:
-        """Make the eviction policy."""
-        policy: EvictionPolicy = plugins.load("store.eviction", self.eviction)()
-        return policy
+        return MemoryCache(cap_bytes)
 
 
 def open_tiers(location: str | Path | None, remote: str | None, *, durable: bool) -> list[Tier]:

@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
-from torch import Tensor
-
 from ..errors import StoreError
 from .capacity import Capacity
 from .chunk import ChunkKey, ChunkKV, ChunkSpan, Layout
@@ -102,7 +100,7 @@ class Store:
         self.format = EntryFormat(codec)
         self.layer_reader: LayerReader = StreamReader(self)
         self.counts = StoreStats()
-        self.memory = memory or MemoryCache(0, limits.policy())
+        self.memory = memory or MemoryCache(0)
         self.memory.stats = self.counts
         self.tiers = tuple(tiers)
         self.capacities = {tier.name: self._capacity(tier, limits) for tier in self.tiers}
@@ -117,13 +115,6 @@ class Store:
         self._listed_s: dict[str, float] = {}  # by tier on another machine, the change up to which it is in the index
         for tier in self.tiers:
             self.counts.count("removed", "orphans", tier.remove_orphans())
-
-    @property
-    def reads_importance(self) -> bool:
-        """True where something depends on which tokens are important (`record_attention`, `record_importance`)."""
-        if self.layer_reader.reads_importance:
-            return True
-        return self.memory.policy.reads_importance
 
     # Reading
 
@@ -186,7 +177,7 @@ class Store:
                     source.read_into(0, memoryview(content))
                     source.close()
                     source = BytesSource(content, source.stat)
-                self.capacities[tier.name].use(name, source.stat, 1.0)
+                self.capacities[tier.name].use(name, source.stat)
                 chunk = decode(OpenEntry(tier, key, source, deletions, content))
                 opened.pop_all()  # now `decode` closes the source
                 return chunk, ""
@@ -294,24 +285,6 @@ class Store:
         self.counts.count("misses", reason)
         with contextlib.suppress(StoreError):
             self.delete(key)
-
-    def record_attention(self, key: ChunkKey, scores: Tensor, important_ratio: float) -> None:
-        """Report how much attention a chunk's tokens got in a request.
-
-        Shapes: scores `[tokens]`, as multiples of what a stored token of the prompt got on average.
-        """
-        self.layer_reader.record_attention(key, scores)
-        self.record_importance(key, important_ratio)
-
-    def record_importance(self, key: ChunkKey, important_ratio: float) -> None:
-        """Report which share of a chunk's tokens turned out to be important, for the policy "importance"."""
-        weight = min(1.0, max(0.0, important_ratio)) - 1.0
-        name = self.name(key.digest)
-        self.memory.use(key.digest, weight)
-        for tier in self.tiers:
-            if self.capacities[tier.name].policy.reads_importance:
-                with contextlib.suppress(OSError):
-                    self.capacities[tier.name].use(name, tier.stat(name), weight)
 
     # Finding
 
@@ -458,12 +431,11 @@ class Store:
         return len(digests)
 
     def _capacity(self, tier: Tier, limits: Limits) -> Capacity:
-        policy = limits.policy()
         if not isinstance(tier, DiskTier):
-            return Capacity(tier, policy, self.counts, limits.tier_bytes)
+            return Capacity(tier, self.counts, limits.tier_bytes)
         spare_folder = tier.root if limits.disk_bytes is None else None
         folder = tier.root / "index"
-        return Capacity(tier, policy, self.counts, limits.disk_bytes, spare_folder, lambda: logged_bytes(folder))
+        return Capacity(tier, self.counts, limits.disk_bytes, spare_folder, lambda: logged_bytes(folder))
 
     def _refuse_fork(self) -> None:
         if os.getpid() != self._pid:

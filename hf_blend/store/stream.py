@@ -145,14 +145,10 @@ class LayerReader:
     """Reads chunks for requests, which use one layer of all their chunks after the other."""
 
     uses_memory = True  # False where a chunk that is whole in memory is not what a request loads
-    reads_importance = False  # True where it depends on which tokens are important
 
     def stream(self, key: ChunkKey, layout: Layout | None) -> ChunkKV | None:
         """Give a chunk whose layers are read when they are used, as `Store.stream` says."""
         raise NotImplementedError
-
-    def record_attention(self, key: ChunkKey, scores: Tensor) -> None:
-        """Receive how much attention a chunk's tokens got in a request, `[tokens]`."""
 
     def close(self) -> None:
         """Finish what is under way."""

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A check of `BlendCache.heal`: behind a healed cache a further turn is that of a full prefill."""
 
-
 import torch
 
 from ..errors import ConfigError

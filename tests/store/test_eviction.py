@@ -1,17 +1,14 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Caps hold, the lowest score leaves first, and the order survives a restart."""
+"""Caps hold, what was used least recently leaves first, and the order survives a restart."""
 
 import os
 
 import pytest
 
-from hf_blend import ChunkStore, plugins
-from hf_blend.store.eviction.base import HALF_LIFE_S, add_use
+from hf_blend import ChunkStore
 from hf_blend.store.tiers.disk import DiskTier
 from hf_blend.store.tiers.memory import MemoryTier
-
-POLICIES = plugins.describe("store.eviction")
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +28,8 @@ def _keys(chunk):
     KEYS.update({number: chunk((5, number)).key for number in range(10)})
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_disk_keeps_its_cap_and_its_order_after_restart(tmp_path, chunk, entry_bytes, policy):
-    given = {"memory_bytes": 0, "durability": "none", "eviction": policy, "disk_bytes": 4 * entry_bytes}
+def test_disk_keeps_its_cap_and_its_order_after_restart(tmp_path, chunk, entry_bytes):
+    given = {"memory_bytes": 0, "durability": "none", "disk_bytes": 4 * entry_bytes}
     with ChunkStore.open(tmp_path, **given) as store:
         for number in range(4):
             store.put(chunk((5, number)))
@@ -46,40 +42,6 @@ def test_disk_keeps_its_cap_and_its_order_after_restart(tmp_path, chunk, entry_b
         assert numbers(store) == [0, 2, 4, 5]
         assert store.stats()["evicted"] == {"disk": 2}
         assert store.stats()["bytes"]["disk"] <= 4 * entry_bytes
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_score_depends_on_its_arguments_alone_and_use_never_lowers_it(policy):
-    score = plugins.load("store.eviction", policy)().score
-    for before in (0.0, 1e9, 1.7e9, 1.7e9 + 30 * HALF_LIFE_S):
-        assert score(before, 1.7e9, 1.0) >= min(before, 1.7e9)
-        assert score(before, 1.7e9, 1.0) == plugins.load("store.eviction", policy)().score(before, 1.7e9, 1.0)
-        assert score(before, 1.7e9, -0.5) <= max(before, 1.7e9)
-
-
-def test_add_use_counts_uses_that_halve():
-    now_s = 1.7e9
-    assert add_use(now_s, now_s, 1.0) == pytest.approx(now_s + HALF_LIFE_S)  # two uses
-    assert add_use(add_use(now_s, now_s, 1.0), now_s, -1.0) == pytest.approx(now_s)
-    day_later = now_s + HALF_LIFE_S
-    assert add_use(now_s + HALF_LIFE_S, day_later, 1.0) == pytest.approx(day_later + HALF_LIFE_S)  # 2 halved, and 1
-    assert add_use(0.0, now_s, 1.0) == now_s, "what was used long ago is forgotten"
-
-
-def test_importance_keeps_chunk_whose_tokens_matter_and_lfu_one_used_often(tmp_path, chunk, entry_bytes):
-    for policy, kept in (("importance", [1, 2]), ("lfu", [0, 2]), ("lru", [1, 2])):
-        given = {"memory_bytes": 0, "durability": "none", "eviction": policy, "disk_bytes": 2 * entry_bytes}
-        with ChunkStore.open(tmp_path / policy, **given) as store:
-            for number in (0, 1):
-                store.put(chunk((5, number)))
-            for _ in range(3):
-                store.get(KEYS[0])
-                store.record_importance(KEYS[0], 0.01)
-            store.get(KEYS[1])
-            store.record_importance(KEYS[1], 1.0)
-            assert store.reads_importance == (policy == "importance")
-            store.put(chunk((5, 2)))
-            assert numbers(store) == kept, policy
 
 
 def test_chunk_that_can_never_fit_evicts_nothing_and_stays_in_memory(tmp_path, chunk, entry_bytes, same):

@@ -20,7 +20,6 @@ from hf_blend.errors import ConfigError, PromptError, StoreError
 from hf_blend.model import capture
 from hf_blend.recipes import Recipe
 from hf_blend.store import ChunkKey, ChunkStore
-from hf_blend.store.eviction.lru import Lru
 from hf_blend.store.memory import MemoryCache, available_bytes
 from hf_blend.store.tiers import disk
 from hf_blend.store.tiers.base import EntryFault
@@ -345,7 +344,7 @@ def test_memory_store_writes_nothing_and_forgets_what_it_drops(chunk, same, tmp_
 @given(STEPS, st.integers(0, 9))
 def test_memory_never_holds_more_than_its_cap_or_one_chunk_and_drops_least_recent(chunk, steps, cap_tokens):
     unit = chunk((5,)).nbytes
-    tier = MemoryCache(cap_tokens * unit, Lru())
+    tier = MemoryCache(cap_tokens * unit)
     order = []
     for step, tokens in steps:
         one = chunk(range(tokens))

@@ -26,7 +26,6 @@ from ...cache.state import BlendState
 from ...errors import ConfigError, UnsupportedModelError
 from ...model.anatomy import LayerInfo, decoder_layers
 from ...model.attention import AttentionCapture, AttentionFn, register_attention, with_override
-from ...prefill.importance import report_importance
 from ...prefill.plan import PlacedChunk, Plan
 from ...prefill.realign import Realigner
 from ...prefill.rows import Rows
@@ -236,7 +235,10 @@ class PartialLoading:
         chunks = sorted(self._attention_sums, key=lambda placed: placed.start)
         if chunks:
             scores = torch.cat([self._attention_sums[placed] for placed in chunks])
-            report_importance(self._store, chunks, scores)
+            scores = scores / scores.mean().clamp_min(1e-20)  # as multiples of what a token got on average
+            for placed, of_chunk in zip(chunks, scores.split([placed.tokens for placed in chunks]), strict=True):
+                if placed.is_whole:
+                    self._store.layer_reader.record_attention(placed.chunk.key, of_chunk)
         self._attention_sums.clear()
 
     def _choose(

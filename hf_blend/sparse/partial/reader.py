@@ -36,7 +36,6 @@ class PartialReader(LayerReader):
     """
 
     uses_memory = False
-    reads_importance = True
 
     def __init__(
         self, store: ChunkStore, blocks: BlockFormat, importance: TokenImportance, reorders: bool = False
@@ -84,7 +83,7 @@ class PartialReader(LayerReader):
         self._store.replace(self._near, self._format.pack(chunk, order))
 
     def record_attention(self, key: ChunkKey, scores: Tensor) -> None:
-        """Average what a request found, and write the chunk in a new order if it was reported often enough."""
+        """Average the attention `[tokens]` that requests gave a chunk; write it in a new order where that is due."""
         record = self.importance.record(key.digest, scores)
         if self._reorders and is_due(record.requests):
             self._reorder(key)

@@ -50,11 +50,11 @@ def as_fault(what: str) -> Iterator[None]:
 
 
 class ObjectStat(NamedTuple):
-    """Size in bytes, time of writing in seconds since 1970, and the score by which one object is evicted."""
+    """Size in bytes, and the times of writing and of the last use in seconds since 1970."""
 
     nbytes: int
     created: float
-    score: float = 0.0
+    used: float = 0.0
 
 
 class Source(Protocol):
@@ -139,8 +139,8 @@ class Tier(ABC):
         """Say whether an object is there; a tier behind a network may answer as of some seconds ago."""
         return self.stat(name) is not None
 
-    def set_score(self, name: str, stat: ObjectStat, score: float) -> None:  # noqa: B027 (may do nothing)
-        """Keep the score of an object for its eviction, also over restarts where the tier can."""
+    def set_used(self, name: str, stat: ObjectStat, used_s: float) -> None:  # noqa: B027 (may do nothing)
+        """Record when an object was used last, for eviction; also over restarts where the tier can."""
 
     def lock(self) -> contextlib.AbstractContextManager[object]:
         """Keep other processes from evicting, and from writing beside the objects, while a block runs."""

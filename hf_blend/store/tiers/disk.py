@@ -3,8 +3,8 @@
 """The disk tier: one immutable file per object, on local and shared file systems.
 
 Files are whole or absent: written under a unique name, then renamed. Reading and writing need no lock. The time of
-access of a file keeps its score: processes that share the folder evict by one order, which survives a restart. With
-`durable`, an object that this process put, and one that it removed, are so after a power loss too.
+access of a file says when it was used last: processes that share the folder evict by one order, which survives a
+restart. With `durable`, an object that this process put, and one that it removed, are so after a power loss too.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from .base import EntryFault, ObjectStat, Tier, check_name
 
 _MAX_CALL_BYTES = 1 << 30
 _NO_WAITING = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_NO_TIME = getattr(os, "O_NOATIME", 0)  # reading must not change the score that the time of access keeps
+_NO_TIME = getattr(os, "O_NOATIME", 0)  # reading must not change the time of access, which is that of the last use
 _SUFFIX = ".safetensors"
 _ABANDONED_S = 3600.0  # a file that was half-written so long ago has no writer
 _BUSY_S = 30.0  # for another process that evicts
@@ -199,10 +199,10 @@ class DiskTier(Tier):
         except FileNotFoundError:
             return 0.0
 
-    def set_score(self, name: str, stat: ObjectStat, score: float) -> None:
-        """Keep the score as the file's time of access; a folder that we may only read has none."""
+    def set_used(self, name: str, stat: ObjectStat, used_s: float) -> None:
+        """Record the last use as the file's time of access; a folder that we may only read has none."""
         with contextlib.suppress(OSError):
-            times = (int(score * 1e9), int(stat.created * 1e9))
+            times = (int(used_s * 1e9), int(stat.created * 1e9))
             os.utime(self.path(name), ns=times, follow_symlinks=False)
 
     @contextlib.contextmanager

@@ -45,10 +45,10 @@ class MemoryTier(Tier):
             if name.startswith(prefix):
                 yield name, entry.stat
 
-    def set_score(self, name: str, stat: ObjectStat, score: float) -> None:
-        """Keep the score of an object as long as the process lives."""
+    def set_used(self, name: str, stat: ObjectStat, used_s: float) -> None:
+        """Record when an object was used last, as long as the process lives."""
         if entry := self.objects.get(name):
-            entry.stat = entry.stat._replace(score=score)
+            entry.stat = entry.stat._replace(used=used_s)
 
     def lock(self) -> contextlib.AbstractContextManager[object]:
         """Keep other threads from evicting."""
