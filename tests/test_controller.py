@@ -2,15 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The controller recomputes what loading hides, loads what is worth it, and measures a machine once."""
 
-from dataclasses import replace
 from itertools import islice
 
 import pytest
 import torch
-from throttled import ThrottledTier
 from tiny_models import tiny_model
 
-from hf_blend import ChunkStore, ConfigError, plugins
+from hf_blend import ChunkStore, ConfigError
 from hf_blend.loading.controller import LoadingController, advise
 from hf_blend.loading.profile import Point, Profile
 from tests.asking import generated, logits, prepared
@@ -117,30 +115,6 @@ def test_controller_leaves_alone_what_is_in_memory_and_other_models(tmp_path, pr
     disk = stored(other, tmp_path, profile, of=model)
     _, report = answered(other, disk)
     assert report.reusable_tokens > 0
-
-
-def slow_store(model, bytes_s):
-    in_memory = plugins.load("store.tiers", "memory")
-    store = ChunkStore(None, [ThrottledTier(in_memory(), bytes_s)])
-    keys = store.add(model, None, request()["chunks"], chunk_prefix_ids=(1,))
-    return store, keys, store.tiers[0].name
-
-
-def test_controller_finds_out_tier_that_became_slow_and_tries_it_again(profile):
-    model = tiny_model("llama")
-    store, keys, tier = slow_store(model, 2e6)
-    nbytes = store.get(keys[0]).nbytes / 40
-    told = {"profile": replace(profile, bytes_per_token=nbytes), "rates": {tier: 20e6}}
-    store.controller = LoadingController(model, store, **told)
-    for number in range(12):
-        answered(model, store)
-        assert number or store.controller.last.loaded_chunks == 2
-    assert store.controller.rates[tier] < 5e6
-    assert store.controller.last.loaded_chunks < 2
-    for _ in range(200):
-        store.controller.decide(keys, 0.15)  # nothing is read
-    assert store.controller.rates[tier] == pytest.approx(20e6, rel=0.05)
-    assert store.controller.last.loaded_chunks == 2
 
 
 def test_controller_refuses_store_that_loads_in_part(tmp_path, profile):

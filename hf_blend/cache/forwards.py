@@ -27,7 +27,6 @@ from ..prefill.report import (
     NOTHING_REUSED,
     OTHER_IDS,
     UNEVEN,
-    Advice,
     BlendReport,
     other_tokenizers,
     too_small,
@@ -56,7 +55,6 @@ class CacheForwards:
         self.is_running = False
         self.blended: BlendedForward | None = None
         self._past = 0  # tokens before the forward that runs
-        self._advice: tuple[Advice, float] | None = None  # of the store's controller, and when its forward began
         self.hooks = ForwardHooks(cache, state.model, state.info.layers, listener=self)
         self.hooks.watch_model(stay=True)
 
@@ -72,7 +70,6 @@ class CacheForwards:
         self._past = past = state.kv.length
         request = Request.parse(arguments, state.model, past, state.pending)
         state.info.refuse_tokens(request.width, past)
-        self._observe_advice()
         if request.rows and not request.fallback_reason:
             self._begin_blended(arguments, request, began_s)
         else:
@@ -88,7 +85,6 @@ class CacheForwards:
         if blended is not None:
             blended.end(failed)
         if failed:
-            self._advice = None
             if has_begun and blended is None and self.state.kv.have_states:
                 self._undo_states()
             try:
@@ -177,7 +173,6 @@ class CacheForwards:
             self.hooks.enter_layers(request.width)
         state.tokens.append(request)
         state.report, state.pending, state.check_ms = report, pending, 0.0
-        self._advice = None if plan.advice is None or plan.computed else (plan.advice, began_s)
 
     def _refuse_unexpected(self, request: Request, is_expected: bool) -> None:
         """Refuse a later prompt of which `generate` has left out as many tokens as are cached, whatever they are."""
@@ -193,13 +188,6 @@ class CacheForwards:
                 "built with the cache are known to begin with these: generate leaves out the first tokens of a prompt "
                 f"without comparing them. {ASK_AGAIN}"
             )
-
-    def _observe_advice(self) -> None:
-        """Tell the store's controller how long the last prefill took: by this step its device has answered."""
-        if self._advice is not None:
-            advice, began_s = self._advice
-            self.state.store.controller.observe(advice, time.perf_counter() - began_s)
-            self._advice = None
 
 
 class BlendedForward:

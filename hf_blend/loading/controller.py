@@ -23,9 +23,6 @@ from ..store.chunk import ChunkKey
 from .profile import Profile, profile_of, tier_rates
 
 STEPS = 40  # the ratio is looked for in steps of 1/40
-LEARNED_SHARE = 0.25  # of the newest request in what is believed
-FORGOTTEN_SHARE = 0.02  # of what was learnt of a tier, with each request that reads nothing from it
-MOST_STEP = 2.0  # a request counts as at most so many times as slow, or as fast, as was expected
 
 
 def advise(
@@ -86,10 +83,8 @@ class LoadingController:
         store.controller = LoadingController(model, store)
 
     A chunk that is faster computed than loaded is computed in its place, like a question; the recompute ratio of a
-    cache is then the least that is used. Measures the machine when it is made (see `profile_of`), for seconds, and
-    learns from the requests that follow: from what they read how fast each tier is now, from how long they take how
-    fast prefills are. A tier from which nothing was read lately is believed to be as fast as it was at first, so that
-    one which was slow for a while is tried again.
+    cache is then the least that is used. Measures the machine and each tier when it is made, for seconds (see
+    `profile_of`); make a new one where either has changed.
     """
 
     def __init__(
@@ -111,44 +106,14 @@ class LoadingController:
         self._fingerprint = fingerprint(model)
         self.profile = profile_of(model, config) if profile is None else profile
         self.rates = tier_rates(store, model) if rates is None else dict(rates)
-        self.slowdown = 1.0  # of prefills, as a multiple of the profile's
         self.last: Advice | None = None
-        self._first_rates = dict(self.rates)
-        self._traffic = store.traffic()
-        self._slowed = self.profile
 
     def decide(self, keys: Sequence[ChunkKey], least_ratio: float) -> Advice | None:
         """What to do with the stored chunks of one request; also kept in `last`."""
         tiers = [self._store.tier_of(key) for key in keys]
         if self.rates.keys().isdisjoint(tiers) or keys[0].fingerprint != self._fingerprint:
             return None
-        self._learn_rates()
         bytes_s = [self.rates.get(tier or "", math.inf) for tier in tiers]
         lengths = [len(key.token_ids) for key in keys]
-        self.last = advise(self._slowed, lengths, bytes_s, least_ratio=least_ratio, num_layers=self._num_layers)
+        self.last = advise(self.profile, lengths, bytes_s, least_ratio=least_ratio, num_layers=self._num_layers)
         return self.last
-
-    def observe(self, advice: Advice, seconds: float) -> None:
-        """Learn from a request how fast prefills are now."""
-        if advice.load_ms > advice.compute_ms or not advice.compute_ms > 0:
-            return
-        waiting_ms = advice.predicted_ms - advice.compute_ms
-        slowdown = (1e3 * seconds - waiting_ms) / advice.compute_ms
-        slowdown = min(max(slowdown, 1 / MOST_STEP), MOST_STEP)  # something else may have delayed the request
-        self.slowdown *= 1 + LEARNED_SHARE * (slowdown - 1)
-        self._slowed = self.profile.slowed(self.slowdown)
-
-    def _learn_rates(self) -> None:
-        """Update the rates from what was read since the last request."""
-        before = self._traffic
-        self._traffic = self._store.traffic()
-        rates = {}
-        for tier, rate in self.rates.items():
-            nbytes, seconds = self._traffic.get(tier, (0, 0.0))
-            old_nbytes, old_seconds = before.get(tier, (0, 0.0))
-            if nbytes > old_nbytes and seconds > old_seconds:
-                now = (nbytes - old_nbytes) / (seconds - old_seconds)
-                rates[tier] = rate + LEARNED_SHARE * (now - rate)
-            else:
-                rates[tier] = rate + FORGOTTEN_SHARE * (self._first_rates[tier] - rate)
-        self.rates = rates

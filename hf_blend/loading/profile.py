@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -55,11 +55,6 @@ class Profile:
         """Seconds of a blended prefill with its chunks in memory: (a + b r) n + (c + d r) n², fitted to the points."""
         seconds = sum(term * weight for term, weight in zip(_terms(tokens, ratio), self._weights, strict=True))
         return max(0.0, seconds)
-
-    def slowed(self, factor: float) -> "Profile":
-        """The profile of a machine on which every prefill takes that many times as long."""
-        points = tuple(replace(point, seconds=factor * point.seconds) for point in self.points)
-        return replace(self, points=points)
 
     @cached_property
     def _weights(self) -> list[float]:

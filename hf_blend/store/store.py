@@ -398,11 +398,6 @@ class Store:
         stats["capacity_bytes"] = {name: level.cap_bytes for name, level in levels.items()}
         return stats
 
-    def traffic(self) -> dict[str, tuple[int, float]]:
-        """Give the bytes of K and V that were read since opening, and the seconds that took, by tier."""
-        seconds, nbytes = self.counts.group("load_seconds"), self.counts.group("loaded_bytes")
-        return {tier: (count, seconds.get(tier, 0.0)) for tier, count in nbytes.items()}
-
     def close(self) -> None:
         """Let go of memory and connections; closing twice is allowed."""
         self.layer_reader.close()
