@@ -20,7 +20,7 @@ from hf_blend.integrations.answering import Answerer
 from hf_blend.model.identity import fingerprint
 from hf_blend.recipes import Recipe
 from tests.adapters import adapted, eager, off, switched
-from tests.chat_templates import CHATML, DOCUMENTS, JOINED, MISTRAL, QUESTION, SYSTEM, small_tokenizer
+from tests.chat_templates import CHATML, DOCUMENTS, JOINED, LLAMA3, QUESTION, SYSTEM, small_tokenizer
 
 NEW = {"max_new_tokens": 6, "eos_token_id": None}
 TUNED = Recipe({"selector": "boundary", "recompute_ratio": 0.3}, "tuned on 4 prompts")
@@ -122,7 +122,7 @@ def test_answer_stops_computing_when_its_stream_is_closed(answerer):
 
 @contextmanager
 def another_template(answerer):
-    answerer.tokenizer.chat_template = MISTRAL
+    answerer.tokenizer.chat_template = LLAMA3
     yield
 
 
@@ -231,7 +231,7 @@ def test_langchain_batches_caches_and_counts_tokens(fields, tokenizer, stock):
         counts.append(usage["output_tokens"])
     assert counts == [2, 5, 2]
     other.tokenizer = copy.deepcopy(tokenizer)
-    other.tokenizer.chat_template = MISTRAL
+    other.tokenizer.chat_template = LLAMA3
     assert other.invoke(QUESTION).usage_metadata["input_tokens"] != usage["input_tokens"]
     with pytest.raises(ValueError, match="max_new_token\n"):
         chat(**fields, max_new_token=2)
