@@ -144,6 +144,16 @@ def failing(module):
         handle.remove()
 
 
+@contextmanager
+def poisoned_memory():
+    """What nobody wrote is NaN, and not by chance what was there before."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def raising(error):
     """A function that raises whatever it is called with."""
 

@@ -6,7 +6,6 @@ An indexer chooses the few tokens that its layer looks at, by keys of its own.
 """
 
 import re
-from contextlib import contextmanager
 from functools import cache, partial
 
 import pytest
@@ -21,7 +20,7 @@ from hf_blend.store.chunk import ChunkKey
 from hf_blend.verify.model_under_test import ModelUnderTest
 from hf_blend.verify.runner import measure
 from tests import asking
-from tests.asking import memory, prepared
+from tests.asking import memory, poisoned_memory, prepared
 from tests.chat_templates import CHATML, DOCUMENTS, small_tokenizer
 from tests.conftest import random_pieces, skip_in_the_oldest
 from tests.faults.damage import tensors_of
@@ -59,16 +58,6 @@ def subject_of(name):
 
 def pieces(seed=0):
     return random_pieces((12, 9, 14), prefix=3, question=6, seed=seed)
-
-
-@contextmanager
-def poisoned_memory():
-    """What nobody wrote is NaN, and not by chance what was there before."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize(

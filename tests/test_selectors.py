@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every selector promises, checked on every selector that is found; then what each of them is for."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import ClassVar
 
@@ -16,7 +17,7 @@ from hf_blend.prefill.rows import highest
 from hf_blend.selectors import expected_error
 from hf_blend.selectors.attention import Attention
 from hf_blend.selectors.base import Selector, TokenView
-from tests.asking import prefilled
+from tests.asking import PIECES, poisoned_memory, prefilled
 
 SELECTORS = plugins.describe("selectors")
 CHUNKS = (7, 12, 5)
@@ -32,85 +33,61 @@ def selector(name, seed=0, **options):
 
 def view(seed=0, pad=0):
     """What a selector sees at the check layer: three chunks and a question, `pad` columns from the left."""
-    number = []
-    offset = []
-    length = []
-    for chunk, tokens in enumerate(CHUNKS):
-        number += [chunk] * tokens
-        offset += range(tokens)
-        length += [tokens] * tokens
-    tokens = len(number) + QUESTION
-    table = torch.full((3, 1, tokens), -1)
-    table[:, 0, :-QUESTION] = torch.tensor([number, offset, length])
+    tokens = sum(CHUNKS) + QUESTION
+    table = torch.full((3, 1, tokens), -1)  # number of the chunk, offset in it, its length
+    start = 0
+    for number, length in enumerate(CHUNKS):
+        here = slice(start, start + length)
+        table[0, 0, here] = number
+        table[1, 0, here] = torch.arange(length)
+        table[2, 0, here] = length
+        start += length
     generator = torch.Generator().manual_seed(seed)
     fresh = torch.randn(2, 1, 2, tokens, 6, generator=generator)  # K and V
     stored = torch.randn(2, 1, 2, tokens, 6, generator=generator)
+    queries = torch.randn(1, 4, QUESTION, 6, generator=generator)
+    states = torch.randn(2, 1, 2, pad + tokens, 6, generator=generator)
     columns = torch.arange(pad, pad + tokens)[None]
-    attention = _attention(seed, columns, pad)
-    return TokenView(
-        CHECK, columns, table[0] >= 0, *table, lambda part: (fresh[part], stored[part]),
-        lambda *given, **rows: _probe(attention, *given, **rows), LAYERS,
-    )  # fmt: skip
 
+    def pair(part):
+        return fresh[part], stored[part]
 
-def _attention(seed, columns, pad):
-    """Random queries, keys and values of every column, those of the padding among the keys hidden."""
-    generator = torch.Generator().manual_seed(1000 + seed)
-    tokens = columns.shape[1]
-    queries = torch.randn(1, 4, tokens, 6, generator=generator)
-    keys = torch.randn(1, 2, pad + tokens, 6, generator=generator)
-    values = torch.randn(1, 2, pad + tokens, 6, generator=generator)
-    places = torch.arange(pad + tokens)
-    mask = (places <= columns[..., None]) & (places >= pad)
-    return Attention(queries, keys, values, columns, 0, mask[:, None], 6**-0.5)
+    def probe(receive, layers, rows=QUESTION):
+        """Tell of one attention as if it were that of every layer."""
+        seen = Attention(queries[:, :, -rows:], *states, columns[:, -min(rows, QUESTION) :])
+        for layer in layers or range(LAYERS):
+            receive(layer, seen, seen.weights())
 
-
-def _probe(attention, hear, layers, rows=QUESTION):
-    """Tell of the same attention, of the last rows only, as if it were that of every layer."""
-    rows = slice(-min(rows, QUESTION), None)
-    part = replace(
-        attention, queries=attention.queries[:, :, rows], columns=attention.columns[:, rows],
-        mask=attention.mask[:, :, rows],
-    )  # fmt: skip
-    for layer in range(LAYERS) if layers is None else layers:
-        hear(layer, part, part.weights())
+    return TokenView(CHECK, columns, table[0] >= 0, *table, pair, probe, LAYERS)
 
 
 def chosen(one, seen, ratio):
-    counts = torch.tensor([one.count(ratio, int(tokens)) for tokens in seen.reusable.sum(1)])
-    return highest(one.score(seen), seen.reusable, counts)
+    count = one.count(ratio, sum(CHUNKS))
+    return highest(one.score(seen), seen.reusable, torch.tensor([count]))
 
 
 @each
 def test_score_is_one_finite_float32_token_and_function_of_what_is_reusable(name):
-    one = selector(name)
     seen = view()
-    other = view(8)
-    parts = (seen.columns, seen.reusable, seen.chunk, *seen.pair(0), *seen.pair(1))
-    before = [part.clone() for part in parts]
-    scores = one.score(seen)
+    scores = selector(name).score(seen)
     assert scores.shape == (1, sum(CHUNKS) + QUESTION)
     assert scores.dtype == torch.float32
     assert torch.isfinite(scores[seen.reusable]).all()
-    for was, now in zip(before, parts, strict=True):
-        assert torch.equal(was, now), "what is seen is not written"
-    assert torch.equal(selector(name).score(view()), scores)
-
-    def mixed(part):
-        fresh, stored = seen.pair(part)
-        others, _ = other.pair(part)
-        return torch.where(seen.reusable[:, None, :, None], fresh, others), stored
-
+    for part in (0, 1):
+        for now, untouched in zip(seen.pair(part), view().pair(part), strict=True):
+            assert torch.equal(now, untouched), "what is seen is not written"
     marked = chosen(selector(name), seen, 0.3)
-    marked_of_mixed = chosen(selector(name), replace(seen, pair=mixed), 0.3)
-    assert torch.equal(marked_of_mixed[seen.reusable], marked[seen.reusable])
+    for part in (0, 1):
+        fresh, _ = seen.pair(part)
+        fresh[:, :, sum(CHUNKS) :] = 7.0  # of the question, which is not reusable
+    assert torch.equal(chosen(selector(name), seen, 0.3), marked)
 
 
 @each
 def test_count_is_size_of_nested_sets_and_share_or_end_of_scale(name):
     one = selector(name)
     seen = view()
-    before = torch.zeros(1, sum(CHUNKS) + QUESTION, dtype=torch.bool)
+    before = torch.zeros_like(seen.reusable)
     for ratio in (0.0, 0.01, 0.15, 0.3, 0.5, 0.9, 1.0):
         marked = chosen(one, seen, ratio)
         assert int(marked.sum()) == one.count(ratio, sum(CHUNKS))
@@ -180,78 +157,66 @@ def test_ramp_takes_longer_heads_of_later_chunks():
 
 
 def test_observer_hides_what_each_mask_hides_and_rows_that_are_left_out():
-    observer = AttentionObserver(lambda *_: None, [0, 1], rows=2)
+    observer = AttentionObserver(print, [0, 1], rows=2)
     observer.computed = torch.tensor([[True, True, False, True]])
-    full = torch.ones(1, 1, 2, 6, dtype=torch.bool)  # two keys from before
+    computed = torch.tensor([True, True, True, True, False, True])  # two keys are from before
+    full = torch.ones(1, 1, 2, 6).bool()
     window = full.clone()
     window[..., :3] = False
     columns = torch.tensor([[1, 3]])
     states = torch.zeros(1, 1, 6, 4)
-    for _ in range(2):
-        for mask in (full, window):
-            seen = observer._seen(Attention(states[:, :, :2], states, states, columns, 2, mask))
-            assert torch.equal(seen, mask & torch.tensor([True, True, True, True, False, True]))
+    for mask in (full, window, full):
+        seen = observer._seen(Attention(states[:, :, :2], states, states, columns, 2, mask))
+        assert torch.equal(seen, mask & computed)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
 def test_expected_error_sees_what_stock_attention_of_some_rows_of_question_sees(shared_model, monkeypatch, family):
     model = shared_model(family, "eager")
-    weights = []
-    columns = []
-    prompt = {"prefix": [1, 4, 5], "chunks": [[*range(10, 40)], [*range(60, 85)]], "question": [*range(30, 52)]}
     first = 58  # three of the last, three of those before at equal distances
     rows = [58, 67, 76, 77, 78, 79]
-    reuse, _, inputs = prefilled(model, prompt, recompute_ratio=0.0)
-    taken = expected_error._attention_times_length
+    pieces = {**PIECES, "question": [*range(30, 52)]}
+    weights = []
+    measured = expected_error._attention_times_length
 
     def recorded(seen, shares, question):
+        assert seen.columns[0, question[0] > 0].tolist() == rows
         weights.append(shares)
-        columns.append(seen.columns[0, question[0] > 0].tolist())
-        return taken(seen, shares, question)
+        return measured(seen, shares, question)
 
     monkeypatch.setattr(expected_error, "_attention_times_length", recorded)
     monkeypatch.setattr(expected_error, "ROWS", len(rows))
-    cache, _, _ = prefilled(model, prompt, selector="expected-error", recompute_ratio=0.2)
-    assert columns == [rows] * model.config.num_hidden_layers
-    stale = DynamicCache(config=model.config)
-    for index, layer in enumerate(reuse.layers):
-        keys = layer.keys[:, :, :first]
-        values = layer.values[:, :, :first]
-        stale.update(keys, values, index)
-    with torch.no_grad():
-        places = torch.tensor([rows])
-        ids = inputs["input_ids"][:, rows]
-        output = model(ids, past_key_values=stale, position_ids=places, output_attentions=True)
-        attentions = output.attentions
-    seen = [*range(first), *rows]
-    for shares, expected in zip(weights, attentions, strict=True):
-        torch.testing.assert_close(shares[..., seen], expected, rtol=1e-3, atol=1e-4)
-        totals = shares.sum(dim=-1)
-        assert totals.allclose(torch.ones(()))  # the question's other rows are seen by none
+    cache, _, inputs = prefilled(model, pieces, selector="expected-error", recompute_ratio=0.2)
     (chosen_columns,) = cache.report.chosen_columns
     assert len(chosen_columns) == 11
 
+    # The oracle: stock attention of these rows over the stored chunks
+    reuse, _, _ = prefilled(model, pieces, recompute_ratio=0.0)
+    stale = DynamicCache(config=model.config)
+    for index, layer in enumerate(reuse.layers):
+        stale.update(layer.keys[:, :, :first], layer.values[:, :, :first], index)
+    ids = inputs["input_ids"][:, rows]
+    places = torch.tensor([rows])
+    with torch.no_grad():
+        output = model(ids, past_key_values=stale, position_ids=places, output_attentions=True)
+    seen = [*range(first), *rows]
+    for shares, expected in zip(weights, output.attentions, strict=True):
+        torch.testing.assert_close(shares[..., seen], expected, rtol=1e-3, atol=1e-4)
+        totals = shares.sum(dim=-1)
+        assert totals.allclose(torch.ones(())), "the question's other rows are seen by none"
+
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_expected_error_reads_no_memory_that_nothing_was_written_to(shared_model, monkeypatch, family):
-    prompt = {"prefix": [1, 4, 5], "chunks": [[*range(10, 40)], [*range(60, 85)]], "question": [*range(30, 70)]}
-    model = shared_model(family)
-    chosen = []
-    empty = torch.empty
-    for filling in (None, torch.nan):
-
-        def filled(*size, filling=filling, **given):
-            made = empty(*size, **given)
-            return made if filling is None or not made.is_floating_point() else made.fill_(filling)
-
-        monkeypatch.setattr(torch, "empty", filled)
-        monkeypatch.setattr(
-            torch.Tensor, "new_empty", lambda own, *size, **given: filled(*size, dtype=own.dtype, **given)
-        )
-        cache, logits, _ = prefilled(model, prompt, selector="expected-error", recompute_ratio=0.2)
-        chosen.append(cache.report.chosen_columns)
+def test_expected_error_reads_no_memory_that_nothing_was_written_to(shared_model, family):
+    pieces = {**PIECES, "question": [*range(30, 70)]}
+    found = []
+    for memory in (nullcontext(), poisoned_memory()):
+        with memory:
+            model = shared_model(family)
+            cache, logits, _ = prefilled(model, pieces, selector="expected-error", recompute_ratio=0.2)
         assert logits.isfinite().all()
-    assert chosen[0] == chosen[1]
+        found.append(cache.report.chosen_columns)
+    assert found[0] == found[1]
 
 
 class Numbered(Selector):
