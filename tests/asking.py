@@ -18,6 +18,12 @@ LONG = {"prefix": [1, 4, 5], "chunks": [[*range(10, 90)], [*range(20, 85)]], "qu
 THREE = [random_pieces(), random_pieces((29,), seed=1), random_pieces((20, 12), seed=2, question=5)]
 
 
+def longrope(tokens, **more):
+    """Rotary parameters with other frequencies from so many tokens on."""
+    factors = {"short_factor": [1.5] * 8, "long_factor": [4.0] * 8}
+    return {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": tokens, **factors, **more}
+
+
 def memory():
     """An empty store in memory."""
     return ChunkStore.open("memory://")

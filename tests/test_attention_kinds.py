@@ -9,6 +9,7 @@ import torch
 from tiny_models import tiny_model as zoo_model
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
+from transformers.modeling_flash_attention_utils import _is_packed_sequence
 
 from hf_blend.errors import UnsupportedModelError
 from hf_blend.prefill import rows
@@ -21,8 +22,13 @@ MIXED = {"gemma3_text": {"layer_types": ["full_attention", "sliding_attention"] 
 REQUESTS_OF = {"gemma3_text": 1, "mistral": 2, "llama": 2}  # how many are in a batch
 
 
-def flash(module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, **_):
-    """What flash attention computes, with the only mask it knows: rows at the end, a window, padding in front."""
+def flash(module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, **given):
+    """What flash attention computes, with the only mask it knows: rows at the end, a window, padding in front.
+
+    Positions with gaps look like several sequences to it, which do not see each other.
+    """
+    places = given.get("position_ids")
+    assert places is None or not _is_packed_sequence(places, len(query))
     rows = query.shape[2]
     keys = key.shape[2]
     behind = torch.arange(keys)[None] - torch.arange(keys - rows, keys)[:, None]

@@ -15,7 +15,7 @@ from hf_blend.model.anatomy import decoder_layers, decoder_of
 from hf_blend.model.capture import LEAST_SHARED, capture, capture_chunk, capture_chunks
 from hf_blend.model.checks import KV, allowed_of, relative_error
 from hf_blend.store.chunk import ChunkKey
-from tests.asking import raising
+from tests.asking import longrope, raising
 
 CHUNK = tuple(range(10, 40))
 WINDOWS = {"head_dim": 16, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
@@ -172,12 +172,7 @@ def test_capture_chunks_lets_no_bit_depend_on_other_chunks(shared_model):
 
 
 def test_prefix_is_computed_with_each_chunk_where_states_or_frequencies_depend_on_it(tiny_model):
-    longrope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "rope_theta": 10000.0}
-    scaled = tiny_model(
-        "phi3",
-        rope_parameters={**longrope, "original_max_position_embeddings": 32},
-        original_max_position_embeddings=32,
-    )
+    scaled = tiny_model("phi3", rope_parameters=longrope(32), original_max_position_embeddings=32)
     (key,) = keys_of(31, sink=PREFIX)
     models = [scaled]
     if find_spec("hf_blend.hybrids"):  # which the core does without

@@ -16,7 +16,7 @@ from hf_blend import BlendCache, observer
 from hf_blend.cache import healing, idle_healing
 from hf_blend.context.self_extend import self_extend
 from hf_blend.errors import ConfigError, UnsupportedModelError
-from tests.asking import apart, failing, generated, memory, prepared, prompt
+from tests.asking import apart, failing, generated, longrope, memory, prepared, prompt
 from tests.chat_templates import DOCUMENTS
 from tests.conftest import random_pieces, skip_in_the_oldest, slow_but
 from tests.conftest import shared_zoo_model as zoo_model
@@ -321,10 +321,7 @@ def test_tokens_at_grouped_positions_are_refused():
 
 @pytest.mark.parametrize(("rope", "longest"), [("longrope", 512), ("dynamic", 64)])
 def test_frequencies_that_depend_on_length_are_refused_beyond_trained_one(rope, longest):
-    settings = {"factor": 2.0}
-    if rope == "longrope":
-        settings = {"short_factor": [1.5] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 64}
-    parameters = {"rope_theta": 1e4, "rope_type": rope, **settings}
+    parameters = longrope(64, rope_type=rope, factor=2.0)
     model = zoo_model("llama", rope_parameters=parameters, max_position_embeddings=longest)
     cache, _ = blended(model)
     refused(cache, "rotary frequencies")

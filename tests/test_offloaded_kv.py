@@ -82,9 +82,7 @@ def test_kv_device_map_holds_one_layer_of_twelve_and_text_is_same(long_model, un
     limit = 2 * (TOKENS + 12 + 2 * GROW_TOKENS) * ROW  # one layer that stays, and one at work
     places = dict.fromkeys(range(1, LAYERS), "disk")
     with untouched(long_model):
-        cache, got = asked(
-            long_model, store, LONG, kv_device_map=places, offload_folder=str(tmp_path)
-        )
+        cache, got = asked(long_model, store, LONG, kv_device_map=places, offload_folder=str(tmp_path))
     assert torch.equal(got, expected)
     assert cache.report.reusable_tokens == 1000
     held = cache.kv_memory

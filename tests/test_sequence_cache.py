@@ -18,13 +18,12 @@ from hf_blend.context.self_extend import self_extend
 from hf_blend.context.sequence_cache import SequenceCache, ShiftCache
 from hf_blend.errors import ConfigError, PromptError, UnsupportedModelError
 from hf_blend.model.capture import capture
-from tests.asking import apart, failing, prompt
+from tests.asking import apart, failing, longrope, prompt
 from tests.sequences import fed, filled, shifted_by_hand
 from tests.test_sequence_ops import moves
 
 FAMILIES = ("llama", "gpt_neox", "cohere2", "gemma3_text", "deepseek_v3", "gptj")
 TOLERANCE = 2e-5
-YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 128}
 MODELS = {name: tiny_model(name) for name in FAMILIES}
 LLAMA = MODELS["llama"]
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
@@ -183,9 +182,9 @@ def test_forward_that_fails_leaves_cache_as_it_was(untouched):
 
 def lengthening(kind):
     """A model whose rotary frequencies change at 128 tokens."""
-    factors = {"short_factor": [1.5] * 8, "long_factor": [2.0] * 8} if kind == "longrope" else {}
-    rope = {**YARN, "rope_type": kind, **factors}
-    return tiny_model("llama", rope_parameters=rope, max_position_embeddings=512 if kind == "longrope" else 128)
+    longest = 512 if kind == "longrope" else 128
+    rope = longrope(128, rope_type=kind, factor=4.0)
+    return tiny_model("llama", rope_parameters=rope, max_position_embeddings=longest)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])

@@ -32,6 +32,7 @@ KINDS = {
 }
 STATE = torch.ones(1, 2, 3)
 
+
 def length_of_copy(one):
     return copy.deepcopy(one).get_seq_length()
 

@@ -4,9 +4,10 @@
 
 Traps with tests elsewhere: KV-sharing layers and a norm behind the rotation (`test_families`), arguments by place
 (`test_hooks`), windows that drop what a chunk needs (`test_capture`), scaling factors and short-regime chunks at layer
-0 (`test_realign`), a scale by positions (`test_positions`), assisted decoding on a filled cache (`test_decoding`), the
-tensor by which it crops in transformers 5.17 (`test_stock_cache`), casts and repacked weights of bitsandbytes
-(`test_quantised`, `test_fingerprint`).
+0 (`test_realign`), a mask that is left out, since a causal kernel needs none (`test_masks`, `test_blend`), positions
+with gaps that flash attention takes for several sequences (`test_attention_kinds`), a scale by positions
+(`test_positions`), assisted decoding on a filled cache (`test_decoding`), the tensor by which it crops in transformers
+5.17 (`test_stock_cache`), casts and repacked weights of bitsandbytes (`test_quantised`, `test_fingerprint`).
 """
 
 import copy
@@ -14,24 +15,15 @@ import copy
 import pytest
 import torch
 from tiny_models import tiny_model as zoo_model
-from transformers import AttentionInterface, DynamicCache
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_flash_attention_utils import _is_packed_sequence
+from transformers import DynamicCache
 
 from hf_blend import ChunkStore
-from hf_blend.model.anatomy import decoder_layers
-from hf_blend.model.attention import ROWS
-from hf_blend.prefill.rows import RowArguments
-from tests.asking import GREEDY, PIECES, noting, prefilled, prepared
+from tests.asking import GREEDY, PIECES, longrope, prefilled, prepared
 from tests.asking import prefill as logits
 from tests.conftest import shared_zoo_model
 
 WAYS = {**GREEDY, "max_new_tokens": 12}
 OTHER = {"prefix": [1, 9], "chunks": [list(range(30, 50))], "question": [11, 12, 13]}
-LONGROPE = {
-    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0 + 0.1 * i for i in range(8)],
-    "long_factor": [2.0 + i for i in range(8)], "original_max_position_embeddings": 58,
-}  # fmt: skip
 CHUNKED = {"floor_scale": 4, "attn_scale": 0.5}  # attention in chunks, and a scale by columns
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 
@@ -44,51 +36,7 @@ def error(model, *requests, other=None, **settings):
 
 
 def phi3(**fields):
-    return shared_zoo_model("phi3", rope_parameters=LONGROPE, original_max_position_embeddings=58, **fields)
-
-
-@torch.no_grad()
-def test_mask_that_is_left_out_hides_wrong_keys_from_scattered_rows(monkeypatch):
-    model = zoo_model("llama")
-    seen = []
-    model.set_attn_implementation("sdpa")
-    draw = torch.Generator().manual_seed(0)
-    query, keys = (torch.randn(1, 4, 20, 16, generator=draw) for _ in range(2))
-    attention = decoder_layers(model)[0].self_attn
-    rows = torch.tensor([2, 9, 15, 19])
-    attention.num_key_value_groups = 1
-    full = sdpa_attention_forward(attention, query, keys, keys, None)[0]
-    scattered = sdpa_attention_forward(attention, query[:, :, rows], keys, keys, None)[0]
-    assert (scattered - full[:, rows]).abs().max() > 0.1, "the trap: no error, other numbers"
-
-    note = lambda _, index, call, rows, mask, *__: seen.append((mask, call))  # noqa: E731
-    noting(monkeypatch, RowArguments, "cut", note)
-    model = zoo_model("llama")
-    model.set_attn_implementation("sdpa")
-    assert error(model, PIECES) <= 1e-5
-    assert any(mask is None for mask, _ in seen), "the model relies on a causal kernel"
-    assert all(call.arguments[ROWS] is not None for _, call in seen)
-
-
-def test_positions_with_gaps_are_never_shown_to_flash_attention(monkeypatch):
-    assert _is_packed_sequence(torch.tensor([[0, 1, 2, 7, 8, 20]]), 1), "the trap: gaps look like several sequences"
-    shown = []
-
-    def flash(module, query, key, value, attention_mask, **kwargs):
-        shown.append((query.shape[2], kwargs.get("position_ids")))
-        return sdpa_attention_forward(module, query, key, value, None, **kwargs)
-
-    monkeypatch.setitem(AttentionInterface._global_mapping, "flash_attention_2", flash)
-    model = zoo_model("llama")
-    for module in model.modules():
-        if hasattr(module, "config"):
-            module.config._attn_implementation_internal = "flash_attention_2"
-    cache, inputs = prepared(model, PIECES, recompute_ratio=0.3)
-    shown.clear()
-    model.generate(**inputs, past_key_values=cache, **WAYS)
-    assert cache.report.chosen_columns[0]
-    assert shown
-    assert not [places for _, places in shown if places is not None and _is_packed_sequence(places, 1)]
+    return shared_zoo_model("phi3", rope_parameters=longrope(58), original_max_position_embeddings=58, **fields)
 
 
 def test_model_that_drops_cache_which_is_true_too_early_keeps_ours():
