@@ -13,53 +13,58 @@ from hf_blend.prompt.pieces import Span
 
 BOS = (1,)
 A = tuple(range(10, 17))
-B = tuple(range(20, 25))
+B = tuple(range(120, 125))
 Q = (50, 51, 52)
+LONG = tuple(range(20, 60))
 
 
 @pytest.fixture
 def planner(shared_model):
     """A planner for a store that holds the given chunks; `planner(A, B)`."""
 
-    def make(*chunks, sink=BOS, **settings):
+    def make(*chunks, **settings):
         model = shared_model(num_hidden_layers=2)
         store = ChunkStore.open("memory://", **settings)
-        store.add(model, None, chunks, chunk_prefix_ids=sink)
-        return Planner(model, store, fingerprint(model), ChunkOrigin(sink))
+        store.add(model, None, chunks, chunk_prefix_ids=BOS)
+        return Planner(model, store, fingerprint(model), ChunkOrigin(BOS))
 
     return make
 
 
-def plan(planner, ids, known=(None,), at_beginning=True):
-    (spans,) = known
-    row = PromptRow(ids, len(ids), 0, spans=spans, is_first=at_beginning)
-    return planner.plan([row], len(ids))
+def plan(planner, *ids, **fields):
+    return planner.plan([PromptRow(ids, len(ids), 0, **fields)], len(ids))
 
 
-def slots(made):
-    return [(slot.row, slot.start, slot.chunk.key.token_ids, slot.exact) for slot in made.chunks]
+def chunks(made):
+    """Of each chunk: column, tokens of the whole, first of those inside, how many, and whether they are exact."""
+    found = []
+    for placed in made.chunks:
+        found.append((placed.start, placed.chunk.key.token_ids, placed.inside.start, placed.tokens, placed.exact))
+    return found
 
 
 def test_prefix_is_entry_of_its_own_once_it_was_computed(planner):
     one = planner(A)
-    prefix = (*BOS, 5, 6)
-    row = (*prefix, *A, *Q)
-    chunk = (0, 3, A, False)
-    both = [(0, 0, prefix, True), chunk]
-    assert slots(plan(one, row)) == [chunk]
-    assert slots(plan(one, row, known=[[Span.whole(3, A)]])) == both
-    assert slots(plan(one, row)) == both
-    made = plan(planner(A, B), (*A, *B, *Q), at_beginning=False)
-    assert slots(made) == [(0, 0, A, False), (0, 7, B, False)]
+    row = (*BOS, 5, 6, *A, *Q)
+    prefix = (0, row[:3], 0, 3, True)
+    chunk = (3, A, 0, 7, False)
+    assert chunks(plan(one, *row)) == [chunk]
+    assert chunks(plan(one, *row, spans=[Span.whole(3, A)])) == [prefix, chunk]
+    assert chunks(plan(one, *row)) == [prefix, chunk]
+
+
+def test_chunks_of_later_part_are_never_exact(planner):
+    made = plan(planner(A, B), *A, *B, *Q, is_first=False)
+    assert chunks(made) == [(0, A, 0, 7, False), (7, B, 0, 5, False)]
 
 
 def test_chunks_and_what_prompt_begins_with_are_those_of_stores_namespace(planner):
-    made = plan(planner(A, namespace="theirs"), (*BOS, 5, *A, *Q))
-    assert slots(made) == [(0, 2, A, False)]
+    made = plan(planner(A, namespace="theirs"), *BOS, 5, *A, *Q)
+    assert chunks(made) == [(2, A, 0, 7, False)]
     assert made.chunks[0].chunk.key.namespace == "theirs"
     one = planner(namespace="theirs")
-    for start, chunk, row in ((0, A, (*A, *Q)), (3, B, (*BOS, 5, 6, *B, *Q))):
-        made = plan(one, row, known=[[Span.whole(start, chunk)]])
+    for start, row in ((0, (*A, *Q)), (3, (*BOS, 5, 6, *A, *Q))):
+        made = plan(one, *row, spans=[Span.whole(start, A)])
         assert made.chunks[0].exact
         assert {placed.chunk.key.namespace for placed in made.chunks} == {"theirs"}
 
@@ -72,43 +77,33 @@ def test_parse_counts_what_came_of_prompt_and_not_what_was_held_before_it(shared
     assert request.before == [3, 2]
 
 
-LONG = tuple(range(20, 60))
-
-
-def parts(made):
-    return [(slot.start, slot.inside.start, slot.tokens, slot.exact) for slot in made.chunks]
-
-
 def test_chunk_whose_edges_differ_is_reused_inside_and_never_exact(planner):
     one = planner(LONG)
-    made = plan(one, (*BOS, 7, 8, *LONG[1:-2], *Q))
-    assert parts(made) == [(3, 1, 37, False)]
+    made = plan(one, *BOS, 7, 8, *LONG[1:-2], *Q)
+    assert chunks(made) == [(3, LONG, 1, 37, False)]
     assert made.found["seam_tokens"] == 3
-    made = plan(one, (*BOS, 7, *LONG[1:], *Q))
-    assert parts(made) == [(2, 1, 39, False)]
+    made = plan(one, *BOS, 7, *LONG[2:], *Q)
+    assert chunks(made) == [(2, LONG, 2, 38, False)]
+    chunk, offset, length = made.token_table()[:3, 0, 2:40]
+    assert chunk.unique().tolist() == [0]
+    assert length.unique().tolist() == [40]
+    assert offset.tolist() == list(range(2, 40)), "counted from its stored beginning"
 
 
 def test_beginning_of_chunk_right_behind_its_sink_is_exact_whatever_follows(planner):
-    made = plan(planner(LONG), (*BOS, *LONG[:-3], *Q))
-    assert parts(made) == [(0, 0, 1, True), (1, 0, 37, True)]
-
-
-def test_places_inside_chunk_are_counted_from_its_stored_beginning(planner):
-    made = plan(planner(LONG), (*BOS, 7, *LONG[2:], *Q))
-    chunk, place, length = made.token_table()[:3, 0, 2:40]
-    assert chunk.unique().tolist() == [0]
-    assert length.unique().tolist() == [40]
-    assert place.tolist() == list(range(2, 40))
+    made = plan(planner(LONG), *BOS, *LONG[:-3], *Q)
+    assert chunks(made) == [(0, BOS, 0, 1, True), (1, LONG, 0, 37, True)]
 
 
 def test_known_chunks_come_first_and_others_are_searched_where_asked(planner):
     one = planner(A, LONG)
     row = (*BOS, 5, *A, *LONG, *Q)
     spans = [Span(3, A, 1, 6)]
-    searched = PromptRow(row, len(row), 0, spans=spans, prefix=0, is_searched=True)
-    assert parts(one.plan([searched], len(row))) == [(3, 1, 6, False), (9, 0, 40, False)]
-    made = plan(one, row, known=[spans])
-    assert parts(made) == [(0, 0, 3, True), (3, 1, 6, False)], "what is before it is an entry"
+    known = (3, A, 1, 6, False)
+    made = plan(one, *row, spans=spans, prefix=0, is_searched=True)
+    assert chunks(made) == [known, (9, LONG, 0, 40, False)]
+    made = plan(one, *row, spans=spans)
+    assert chunks(made) == [(0, row[:3], 0, 3, True), known], "what is before it is an entry"
 
 
 def test_chunk_that_padding_divides_is_computed_and_one_behind_it_is_reused(planner):
@@ -116,14 +111,14 @@ def test_chunk_that_padding_divides_is_computed_and_one_behind_it_is_reused(plan
     width = len(row) + 2
     divided = PromptRow(row, len(row), 0, columns=(*range(5), *range(7, width)))
     made = planner(A, B).plan([divided], width)
-    assert slots(made) == [(0, 11, B, False)]
+    assert chunks(made) == [(11, B, 0, 5, False)]
 
 
 def test_drop_makes_tokens_of_chunk_fresh_whatever_else_is_computed(planner):
-    made = plan(planner(A, B), (*BOS, 5, *A, *B, *Q))
+    made = plan(planner(A, B), *BOS, 5, *A, *B, *Q)
     made.drop(made.chunks[0])
     (fresh,) = made.fresh(with_reusable=False)
-    assert [column for column, is_fresh in enumerate(fresh) if not is_fresh] == [9, 10, 11, 12, 13]
+    assert (~fresh).nonzero()[0].tolist() == [9, 10, 11, 12, 13]
 
 
 def test_probe_computes_none_of_draft_behind_prompt(planner):
