@@ -87,16 +87,6 @@ class Forge:
             about["question"] = chunk.question
         return self.entry(CHUNK, about | changes, rows)
 
-    def padded(self, tensors: Sequence[Row]) -> list[Row]:
-        """Rows whose bytes were cut or filled up to what dtype and shape say."""
-        widths = {"F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I64": 8, "F64": 8}
-        rows = []
-        for name, dtype, shape, data in tensors:
-            size = math.prod(shape) * widths.get(dtype, 1)
-            filled = data + bytes(size)
-            rows.append((name, dtype, shape, filled[:size]))
-        return rows
-
 
 def forged(kind: str, about: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> bytes:
     """An entry of any kind."""

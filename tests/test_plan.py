@@ -69,12 +69,12 @@ def test_chunks_and_what_prompt_begins_with_are_those_of_stores_namespace(planne
         assert {placed.chunk.key.namespace for placed in made.chunks} == {"theirs"}
 
 
-def test_parse_counts_what_came_of_prompt_and_not_what_was_held_before_it(shared_model):
-    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 0, 1, 1, 1, 1]])  # 4 held, 3 of the prompt, 2 new
+def test_parse_counts_tokens_before_new_ones_without_padding(shared_model):
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 0, 0, 1, 1, 1]])  # 7 held, 2 new
     arguments = {"input_ids": torch.tensor([[8, 9], [8, 9]]), "attention_mask": mask, "logits_to_keep": 1}
-    request = Request.parse(arguments, shared_model(), 7, PendingPrompt(cached=4))
+    request = Request.parse(arguments, shared_model(), 7, PendingPrompt())
     assert request.rows == [[8, 9], [8, 9]]
-    assert request.before == [3, 2]
+    assert request.before == [5, 4]
 
 
 def test_chunk_whose_edges_differ_is_reused_inside_and_never_exact(planner):

@@ -188,16 +188,6 @@ def test_threads_and_stores_share_one_folder(tmp_path, chunk):
     assert len(store) == 10
 
 
-def test_namespaces_do_not_see_each_other(tmp_path, chunk):
-    mine, theirs = (ChunkStore.open(tmp_path, memory_bytes=0, namespace=name) for name in "ab")
-    mine.put(chunk(TEXTS[0], namespace="a"))
-    assert found(mine) == TEXTS[:1]
-    assert found(theirs) == []
-    assert len(mine) == 1
-    assert len(theirs) == 0
-    assert list(theirs.entries()) == []
-
-
 def test_fork_of_open_store_is_refused_by_name(root, chunk):
     store = reopened(root)
     child = os.fork()

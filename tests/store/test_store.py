@@ -39,6 +39,18 @@ def opened(root):
     return lambda **settings: ChunkStore.open(root, **{"memory_bytes": 1 << 20, **settings})
 
 
+def three(chunk, store):
+    """Put three chunks, and give them."""
+    chunks = [chunk((5, 6, number)) for number in range(3)]
+    for one in chunks:
+        store.put(one)
+    return chunks
+
+
+def warnings(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
 def path_of(root: Path, key: ChunkKey) -> Path:
     (path,) = root.rglob(f"{key.digest}.safetensors")
     return path
@@ -71,9 +83,7 @@ def test_hit_is_shared_and_put_is_copied(opened, chunk, same):
 
 def test_gets_leave_bytes_on_disk_alone(opened, root, chunk, files):
     store = opened()
-    chunks = [chunk((5, 6, number)) for number in range(3)]
-    for one in chunks:
-        store.put(one)
+    chunks = three(chunk, store)
     before = files(root)
     fresh = opened()
     for one in chunks:
@@ -100,7 +110,7 @@ def test_damaged_entry_is_miss_once_and_heals(opened, root, chunk, same, caplog,
     with caplog.at_level(logging.WARNING):
         assert store.get(stored.key) is None
         assert store.get(stored.key) is None
-    (warning,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+    (warning,) = warnings(caplog)
     assert stored.key.digest in warning
     assert reason in warning
     counts = store.stats()
@@ -145,7 +155,7 @@ def test_read_error_is_miss_and_entry_stays(opened, root, chunk, same, monkeypat
     assert store.get(stored.key) is None
     assert store.get(stored.key) is None
     assert store.stats()["misses"] == {"io": 2}
-    assert len([one for one in caplog.records if one.levelno == logging.WARNING]) == 1
+    assert len(warnings(caplog)) == 1
     monkeypatch.undo()
     same(store.get(stored.key), stored)
     assert len(store.find(stored.key.fingerprint, (1,), [5, 6, 7])) == 1
@@ -206,16 +216,14 @@ def full_disk(monkeypatch):
 def test_full_disk_costs_only_disk_copy(opened, root, chunk, same, files, monkeypatch, caplog):
     store = opened()
     full_disk(monkeypatch)
-    chunks = [chunk((5, 6, number)) for number in range(3)]
-    for one in chunks:
-        store.put(one)
+    chunks = three(chunk, store)
     monkeypatch.undo()
     assert files(root) == {}
     same(store.get(chunks[0].key), chunks[0])
     assert len(store.find(chunks[0].key.fingerprint, (1,), [5, 6, 1])) == 1
     assert store.stats()["store_failures"] == {"ENOSPC": 3}
     assert store.stats()["bytes"]["disk"] == 0
-    assert len([one for one in caplog.records if one.levelno == logging.WARNING]) == 1
+    assert len(warnings(caplog)) == 1
     store.put(chunks[0])
     same(opened().get(chunks[0].key), chunks[0])
     store = opened(memory_bytes=0)
@@ -229,7 +237,10 @@ def test_key_of_another_namespace_is_never_answered(opened, chunk, same):
     theirs = chunk(namespace="b")
     a = opened(namespace="a")
     b = opened(namespace="b")
+    asked = (mine.key.fingerprint, (1,), [5, 6, 7])
     a.put(mine)
+    assert b.find(*asked) == []
+    assert list(b.entries()) == []
     b.put(theirs)
     assert a.get(theirs.key) is None
     assert a.stats()["misses"] == {"namespace": 1}
@@ -237,7 +248,7 @@ def test_key_of_another_namespace_is_never_answered(opened, chunk, same):
     assert not a.delete(theirs.key)
     with pytest.raises(StoreError, match="another namespace"):
         a.put(theirs)
-    assert [found.key for found in opened(namespace="a").find(mine.key.fingerprint, (1,), [5, 6, 7])] == [mine.key]
+    assert [found.key for found in opened(namespace="a").find(*asked)] == [mine.key]
     assert len(opened()) == 0
     same(opened(namespace="b").get(theirs.key), theirs)
 
@@ -323,21 +334,18 @@ def test_unusable_assets_cache_is_refused_with_way_out(tmp_path, monkeypatch):
 
 def test_memory_store_writes_nothing_and_forgets_what_it_drops(chunk, same, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    chunks = [chunk((5, 6, number)) for number in range(4)]
-    with ChunkStore.open("memory://", memory_bytes=2 * chunks[0].nbytes) as store:
-        for one in chunks:
-            store.put(one)
-        same(store.get(chunks[3].key), chunks[3])
-        assert store.get(chunks[0].key) is None
-        assert store.find(chunks[0].key.fingerprint, (1,), [5, 6, 0]) == []
-        assert len(store.find(chunks[0].key.fingerprint, (1,), [5, 6, 3])) == 1
-        assert store.stats()["evicted"] == {"memory": 2}
-        same(store.get(chunks[2].key), chunks[2])
-        store.put(chunks[1])
-        assert not store.contains(chunks[3].key), "the other one was used since"
-        assert store.delete(chunks[2].key)
-        assert not store.delete(chunks[2].key)
-        assert not store.contains(chunks[2].key)
+    with ChunkStore.open("memory://", memory_bytes=2 * chunk().nbytes) as store:
+        first, second, third = three(chunk, store)
+        assert store.get(first.key) is None
+        assert store.find(first.key.fingerprint, (1,), [5, 6, 0]) == []
+        assert len(store.find(first.key.fingerprint, (1,), [5, 6, 2])) == 1
+        assert store.stats()["evicted"] == {"memory": 1}
+        same(store.get(second.key), second)
+        store.put(first)
+        assert not store.contains(third.key), "the other one was used since"
+        assert store.delete(second.key)
+        assert not store.delete(second.key)
+        assert not store.contains(second.key)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -345,28 +353,25 @@ def test_memory_store_writes_nothing_and_forgets_what_it_drops(chunk, same, tmp_
 def test_memory_never_holds_more_than_its_cap_or_one_chunk_and_drops_least_recent(chunk, steps, cap_tokens):
     unit = chunk((5,)).nbytes
     tier = MemoryCache(cap_tokens * unit)
-    order = []
+    held = {}  # digest → tokens, the least recently used first
     for step, tokens in steps:
         one = chunk(range(tokens))
         digest = one.key.digest
-        if step == "put" and cap_tokens:
-            tier.put(one)
-            order = [(d, n) for d, n in order if d != digest] + [(digest, tokens)]
-            while sum(n for _, n in order) > cap_tokens and len(order) > 1:
-                order.pop(0)
-        elif step == "put":
-            tier.put(one)
-            assert not tier.contains(digest)
-        elif step == "get":
-            known = [item for item in order if item[0] == digest]
-            assert (one.key in tier.get((one.key,))) == bool(known)
-            order = [item for item in order if item[0] != digest] + known
-        else:
+        known = held.pop(digest, None)
+        if step == "delete":
             tier.delete(digest)
-            order = [(d, n) for d, n in order if d != digest]
-        assert set(tier.digests()) == {d for d, _ in order}
-        assert tier.nbytes == sum(n for _, n in order) * unit
-        assert tier.nbytes <= cap_tokens * unit or len(order) == 1
+        elif step == "get":
+            assert (one.key in tier.get((one.key,))) == (known is not None)
+            if known is not None:
+                held[digest] = known
+        else:
+            tier.put(one)
+            if cap_tokens:
+                held[digest] = tokens
+        while sum(held.values()) > cap_tokens and len(held) > 1:
+            del held[next(iter(held))]
+        assert set(tier.digests()) == set(held)
+        assert tier.nbytes == sum(held.values()) * unit
 
 
 def test_entries_say_what_list_needs(opened, chunk):
