@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Talk about documents, and see what was retrieved."""
 
+import os
+import select
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -67,10 +69,7 @@ def chat(
         pipeline = Pipeline(load(source, opened), source.tokenizer, opened)
         config = choose_config(pipeline, selector, ratio, allow_unverified)
         conversation = Chat(pipeline, source, retriever, config, system, max_new_tokens)
-        try:
-            rows = _converse(conversation, json)
-        finally:
-            conversation.healing.stop()
+        rows = _converse(conversation, json)
     if json:
         show({"rows": rows, "left_out": documents.rows()}, as_json=True)
 
@@ -80,7 +79,7 @@ def _converse(conversation: "Chat", json: bool) -> list[dict[str, Any]]:
     if sys.stdin.isatty():
         say(WORDS)
     rows = []
-    while (line := _next_line()) is not None:
+    while (line := _next_line(conversation)) is not None:
         if line == "/reset":
             conversation.reset()
         elif line == "/stats":
@@ -99,11 +98,17 @@ def _converse(conversation: "Chat", json: bool) -> list[dict[str, Any]]:
     return rows
 
 
-def _next_line() -> str | None:
-    """The next line; None at the end."""
+def _is_idle() -> bool:
+    """Whether no line was typed yet; on Windows nobody can tell."""
+    return os.name == "posix" and not select.select([sys.stdin], [], [], 0)[0]
+
+
+def _next_line(conversation: "Chat") -> str | None:
+    """The next line, until which the conversation is healed; None at the end."""
     try:
         if sys.stdin.isatty():
             typer.echo("> ", nl=False, err=True)
+            conversation.heal_while(_is_idle)
         line = sys.stdin.readline()
     except KeyboardInterrupt:
         return None

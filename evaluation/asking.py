@@ -6,6 +6,7 @@ What blending loses on a prompt is the KL divergence of next-token distributions
 answers greedily, and its answer is forced on a blended prefill of the same prompt. No right answer is needed.
 """
 
+import logging
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -16,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_blend import BlendCache, ChunkStore
-from hf_blend.cache.idle_healing import IdleHealing
 from hf_blend.config import BlendConfig
-from hf_blend.errors import ConfigError, PromptError
+from hf_blend.errors import ConfigError, HfBlendError, PromptError
 from hf_blend.model.anatomy import cache_argument, input_device
 from hf_blend.prefill.report import BlendReport
 
@@ -39,6 +39,9 @@ from .answering import (
 from .bundled import ModelSource
 from .retrieving import Piece, Retriever
 
+logger = logging.getLogger(__name__)
+
+HEALED_TOKENS = 64  # of a step: a question waits for no more
 FORCED_TOKENS = 10  # of full prefill's answer
 STUB = "x"  # in place of the documents, where the rest of a prompt is measured
 
@@ -316,7 +319,6 @@ class Chat:
     turns: list[Turn] = field(default_factory=list)
     cache: BlendCache | None = None
     question: Question | None = None  # the last question
-    healing: IdleHealing = field(default_factory=IdleHealing)
 
     def prepare(self, text: str) -> Question:
         """Retrieve for a question, forgetting the oldest turns that leave no room; none if it cannot be asked."""
@@ -334,28 +336,36 @@ class Chat:
 
     def answer(self, question: Question, tell: Callable[[str], None] | None = None) -> Answer:
         """Answer, and remember question and answer."""
-        self.healing.stop()
         self.question = question
         answer = self.pipeline.answer(question.request, self.config, self.max_new_tokens, tell=tell, cache=self.cache)
         self.turns.append(Turn(question.name, answer.text, question.documents))
         if "messages" in question.request and answer.cache is not None:  # other prompts do not begin as the last did
             self.cache = answer.cache
-            self.healing.start(self.cache)
         return answer
+
+    def heal_while(self, is_idle: Callable[[], bool]) -> None:
+        """Heal the conversation step by step until somebody asks; what cannot be healed stays blended."""
+        before = None
+        while self.cache is not None and is_idle():
+            try:
+                left = self.cache.heal(HEALED_TOKENS)
+            except HfBlendError as error:
+                logger.warning("healing ended: %s", error)
+                return
+            if left in (0, before):
+                return
+            before = left
 
     def reset(self) -> None:
         """Forget the conversation."""
-        self.healing.stop()
         self.turns.clear()
         self.cache = None
 
     def stats(self) -> str:
         """What the last answer cost, and how much of its prompt is exact by now."""
-        self.healing.stop()
         if self.cache is None:
             return "Nothing was asked yet."
         report = self.cache.report
         tokens = self.cache.get_seq_length()
         exact = tokens - self.cache.heal(0)
-        self.healing.start(self.cache)
         return f"{report}\n{report.healed_tokens} tokens were healed, {exact} of {tokens} are exact."

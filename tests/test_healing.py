@@ -13,7 +13,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_blend import BlendCache, observer
-from hf_blend.cache import healing, idle_healing
+from hf_blend.cache import healing
 from hf_blend.context.self_extend import self_extend
 from hf_blend.errors import ConfigError, UnsupportedModelError
 from tests.asking import apart, failing, generated, longrope, memory, prepared, prompt
@@ -377,33 +377,3 @@ def test_images_and_embeddings_stay_blended_with_all_behind_them():
     first = row.index(row[60])
     left = cache.heal()
     assert left == cache.get_seq_length() - first == cache.heal()
-
-
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
-def test_idle_healing_ends_exact_or_within_step(kind, monkeypatch):
-    model = tiny(kind)
-    idle = idle_healing.IdleHealing()
-    cache, ids = blended(model)
-    idle.start(cache)
-    idle._thread.join(60)
-    idle.stop()
-    assert off(model, cache, ids) <= 1e-5
-    monkeypatch.setattr(idle_healing, "STEP_TOKENS", 4)
-    cache, ids = blended(model)
-    idle.start(cache)
-    idle.stop()
-    assert cache.heal() == 0
-    assert off(model, cache, ids) <= 1e-5
-
-
-def test_idle_healing_that_fails_loses_nothing(caplog):
-    model = tiny("llama")
-    idle = idle_healing.IdleHealing()
-    cache, _ = blended(model)
-    before = tensors(cache)
-    with failing(model.model.layers[1]):
-        idle.start(cache)
-        idle.stop()
-    assert "healing ended" in caplog.text
-    assert all(map(torch.equal, tensors(cache), before))
-    assert cache.heal() == 0
