@@ -23,6 +23,10 @@ class PromptError(HfBlendError, ValueError):
     """The pieces of a prompt do not fit together."""
 
 
+class PromptLengthError(PromptError):
+    """A prompt has more tokens than its model has positions."""
+
+
 class UnsupportedModelError(HfBlendError, NotImplementedError):
     """The model does something that blending cannot reproduce."""
 

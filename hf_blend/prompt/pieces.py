@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import PromptError
+from ..errors import PromptError, PromptLengthError
 from ..rotary.base import stretches
 from .documents import EXPECTED, is_list, list_documents, text_of
 from .tokenizer import front_ids, inner_ids
@@ -293,6 +293,6 @@ def check_lengths(prompts: Sequence[Prompt], config: Any) -> None:
         check_ids(prompt.ids, config)
     tokens = max(len(prompt.ids) for prompt in prompts)
     if longest is not None and tokens > longest and not stretches(config):
-        raise PromptError(
+        raise PromptLengthError(
             f"the prompt has {tokens} tokens, but the model has {longest} positions. Leave chunks out or shorten them."
         )

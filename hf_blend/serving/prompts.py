@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..cache.blend_cache import BlendCache
+from ..errors import PromptError
 from ..prompt.messages import text_with_documents, with_documents
-from .wire import ChatRequest, CompletionRequest, Refused
+from .wire import TOO_LONG, ChatRequest, CompletionRequest, Refused
 
 __all__ = ["Input", "make_input"]
 
@@ -69,12 +70,17 @@ Input = ChatInput | TextInput
 
 def make_input(request: ChatRequest | CompletionRequest, tokens: int) -> Input:
     """Put the documents of a request into its messages or its text; refuse what cannot fit before it is tokenised."""
-    if isinstance(request, ChatRequest):
-        messages = [{"role": message.role, "content": message.text} for message in request.messages]
-        made: Input = ChatInput(*with_documents(messages, request.documents))
-    else:
-        made = TextInput(*text_with_documents(request.prompt, request.documents))
+    made: Input
+    try:
+        if isinstance(request, ChatRequest):
+            messages = [{"role": message.role, "content": message.text} for message in request.messages]
+            made = ChatInput(*with_documents(messages, request.documents))
+        else:
+            made = TextInput(*text_with_documents(request.prompt, request.documents))
+    except PromptError as error:
+        raise Refused(str(error), "documents") from error
     most = MOST_CHARS_PER_TOKEN * tokens
     if made.characters > most:
-        raise Refused(f"the prompt has {made.characters} characters, expected at most {most}. Shorten it.")
+        text = f"the prompt has {made.characters} characters, expected at most {most}. Shorten it."
+        raise Refused(text, request.TEXT, code=TOO_LONG)
     return made

@@ -8,7 +8,7 @@ import re
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -18,6 +18,7 @@ __all__ = ["ChatRequest", "CompletionRequest", "Generation", "Refused", "Request
 
 ELSEWHERE = "vLLM with the connector of hf_blend serves more (docs/vllm.md)"
 FAILED = "the server failed to answer; its log says why. Send the request again."
+TOO_LONG = "context_length_exceeded"  # OpenAI's code, which clients look for
 MOST_SEED = 1 << 63
 MOST_CHARS = 400  # of the text of an error
 UNION_BRANCH = re.compile(r"str|list\[.*|dict\[.*")  # in a path of pydantic: which type was tried, no field
@@ -157,6 +158,7 @@ class Generation(Fields):
 class ChatRequest(Generation):
     """`/v1/chat/completions`."""
 
+    TEXT: ClassVar = "messages"  # the field that the text is in
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Count | None = None
 
@@ -175,6 +177,7 @@ class ChatRequest(Generation):
 class CompletionRequest(Generation):
     """`/v1/completions`."""
 
+    TEXT: ClassVar = "prompt"
     prompt: Annotated[str, Field(min_length=1)]
 
 

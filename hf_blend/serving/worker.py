@@ -20,13 +20,13 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..cache.blend_cache import BlendCache
 from ..config import BlendConfig
-from ..errors import PromptError
+from ..errors import PromptError, PromptLengthError
 from ..model.anatomy import text_config
 from ..prefill.report import BlendReport
 from ..prompt.detokenizer import Detokenizer
 from ..store import ChunkStore
 from .prompts import Input, make_input
-from .wire import FAILED, ChatRequest, CompletionRequest, Generation, Refused, RequestLimits
+from .wire import FAILED, TOO_LONG, ChatRequest, CompletionRequest, Refused, RequestLimits
 
 __all__ = ["Ending", "Job", "ModelWorker"]
 
@@ -193,7 +193,11 @@ class ModelWorker:
     def _generate(self, job: Job, conversation: Conversation) -> Ending:
         """Return an answer."""
         cache = conversation.cache
-        inputs = conversation.input.arguments(cache, self.tokenizer)
+        try:
+            inputs = conversation.input.arguments(cache, self.tokenizer)
+        except PromptError as error:
+            code = TOO_LONG if isinstance(error, PromptLengthError) else "bad_request"
+            raise Refused(str(error), job.request.TEXT, code=code) from error
         prompt_tokens = inputs["input_ids"].shape[1]
         settings = self._generation_settings(job.request, prompt_tokens)
 
@@ -218,7 +222,7 @@ class ModelWorker:
         usage = _usage(prompt_tokens, len(text.tokens), cache.report)
         return Ending("stop" if is_ended else "length", usage)
 
-    def _generation_settings(self, request: Generation, prompt_tokens: int) -> dict[str, Any]:
+    def _generation_settings(self, request: ChatRequest | CompletionRequest, prompt_tokens: int) -> dict[str, Any]:
         """Return the arguments of `generate`; what the request leaves out is as the model's generation config says."""
         room = self.tokens - prompt_tokens
         new_tokens = request.new_tokens
@@ -227,7 +231,9 @@ class ModelWorker:
         if new_tokens > room or room < 1:
             raise Refused(
                 f"the prompt has {prompt_tokens} tokens and {new_tokens} are asked for, expected at most "
-                f"{self.tokens} together. Shorten the prompt or ask for fewer."
+                f"{self.tokens} together. Shorten the prompt or ask for fewer.",
+                request.TEXT,
+                code=TOO_LONG,
             )
         settings: dict[str, Any] = {"max_new_tokens": new_tokens}
         if request.temperature is not None and request.temperature < GREEDY:

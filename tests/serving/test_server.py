@@ -279,12 +279,44 @@ def test_status_and_error_body(serve, status):
     assert answer.json()["error"]["message"]
 
 
+REFUSED = {  # by code and field
+    "more tokens than positions": ({"messages": asked("a " * 3000)}, "context_length_exceeded", "messages"),
+    "document without text": ({"documents": [{"words": "a"}]}, "bad_request", "documents"),
+    "empty stop text": ({"stop": [""]}, "bad_request", "stop"),
+    "too many stop texts": ({"stop": ["a"] * 5}, "bad_request", "stop"),
+    "no messages": ({"messages": []}, "bad_request", "messages"),
+    "bad schema": ({"response_format": {"type": "json_schema", "json_schema": 5}}, "not_served", "response_format"),
+}
+
+
+def test_refusal_has_code_and_names_its_field(serve):
+    with serve() as server:
+        for name, (fields, code, param) in REFUSED.items():
+            answer = server.post("/v1/chat/completions", {"messages": asked(), **fields})
+            assert answer.status_code == 400, name
+            error = answer.json()["error"]
+            assert (error["code"], error["param"]) == (code, param), name
+
+
+def test_first_delta_has_role_and_content_and_last_is_empty(serve):
+    fields = {"model": "tiny", "messages": asked(), "max_tokens": 2, "stream": True}
+    with serve() as server:
+        deltas = [
+            chunk.choices[0].delta.model_dump(exclude_unset=True)
+            for chunk in client_of(server).chat.completions.create(**fields)
+        ]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert deltas[-1] == {}
+
+
 def test_length_is_bounded(serve):
     with serve({"tokens": 120}) as server:
         for fields in ({"max_tokens": 100}, {"documents": DOCUMENTS}, {"documents": ["a " * 3000]}):
             answer = server.chat(QUESTION, **fields)
             assert answer.status_code == 400
             assert "expected at most" in answer.text
+            error = answer.json()["error"]
+            assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
         answer = server.chat(QUESTION, max_tokens=None)
         assert answer.json()["usage"]["total_tokens"] <= 120
 
