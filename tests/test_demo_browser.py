@@ -92,9 +92,8 @@ def artefacts(tmp_path_factory):
 class Visit:
     """One visitor's page, with all that its console said and all that it fetched."""
 
-    def __init__(self, browser, url, width=1280, height=800, dark=False):
-        scheme = "dark" if dark else "light"
-        self.context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+    def __init__(self, browser, url, size):
+        self.context = browser.new_context(viewport=size, color_scheme="light")
         self.page = self.context.new_page()
         self.page.set_default_timeout(WAIT_MS)
         self.complaints = []
@@ -109,39 +108,13 @@ class Visit:
         if message.type == "error":
             self.complaints.append(message.text)
 
-    def tab(self, name):
-        self.page.get_by_role("tab", name=name).click()
+    def panel(self, method, state=""):
+        return self.page.locator(f'#hb-panels [data-method="{method}"]{state}')
 
-    def short(self):
-        """A short story, whose answers come at once."""
-        self.write("#hb-text", TEXT)
-        self.write("#hb-question", FIRST)
-
-    def ask(self, prefix="hb"):
-        """Press the button, and see the answers of before go; new ones may be there at once."""
-        mark = "marked => document.querySelectorAll(marked).forEach(panel => panel.setAttribute('data-before', ''))"
-        self.page.evaluate(mark, f"#{prefix}-panels [data-method]")
-        self.page.locator(f"#{prefix}-ask").click()
-        self.page.locator(f'#{prefix}-panels [data-method="blend"]:not([data-before])').wait_for()
-
-    def panel(self, method, prefix="hb"):
-        return self.page.locator(f'#{prefix}-panels [data-method="{method}"]')
-
-    def answer(self, method, prefix="hb"):
+    def answer(self, method):
         """The answer, once it is whole."""
-        self.page.locator(f'#{prefix}-panels [data-method="{method}"][data-state="done"]').wait_for()
-        return self.panel(method, prefix).locator(".hb-answer").inner_text().strip()
-
-    def write(self, place, text):
-        self.page.locator(f"{place} textarea, {place} input").first.fill(text)
-
-    def chosen(self):
-        return self.page.locator("#hb-documents .hb-tokens .hb-chosen").count()
-
-    def chosen_more_than(self, few):
-        self.page.wait_for_function(
-            "few => document.querySelectorAll('#hb-documents .hb-tokens .hb-chosen').length > few", arg=few
-        )
+        self.panel(method, '[data-state="done"]').wait_for()
+        return self.panel(method).locator(".hb-answer").inner_text().strip()
 
 
 @pytest.fixture
@@ -149,8 +122,8 @@ def visit(browser, url):
     """Open the page; at the end nothing was fetched from elsewhere, and the console has no errors."""
     opened = []
 
-    def come(address="", **size):
-        opened.append(Visit(browser, url + address, **size))
+    def come(size):
+        opened.append(Visit(browser, url, size))
         return opened[-1]
 
     yield come
@@ -163,7 +136,7 @@ def visit(browser, url):
 
 @pytest.mark.parametrize("size", [DESKTOP, pytest.param(PHONE, marks=pytest.mark.slow)], ids=["desktop", "phone"])
 def test_page_opens_with_question_counts_bars_and_tokens(visit, opened, artefacts, size):
-    seen = visit(**size)
+    seen = visit(size)
     first = opened.panels[0]
     full = seen.panel(METHODS[0]).locator(".hb-bar").bounding_box()
     fold = size["height"] if size is DESKTOP else 1.2 * size["height"]
@@ -176,7 +149,8 @@ def test_page_opens_with_question_counts_bars_and_tokens(visit, opened, artefact
         assert bar["width"] / full["width"] == pytest.approx(panel.ttft_ms / first.ttft_ms, abs=0.05)
         box = shown.bounding_box()
         assert box["y"] + box["height"] <= fold, method
-    assert seen.chosen() > 0, "the tokens are shown"
+    chosen = seen.page.locator("#hb-documents .hb-tokens .hb-chosen")
+    assert chosen.count() > 0, "the tokens are shown"
     assert seen.page.evaluate("() => document.documentElement.scrollWidth") <= size["width"]
     box = seen.page.locator("#hb-question textarea, #hb-question input").first
     expect(box).to_have_value(first_request().question)

@@ -1,10 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""The way of a new user: own documents, an own model of twelve layers, a real tokenizer, and mistakes.
-
-The documents are paragraphs of HotpotQA and the tokenizer is GPT-2's where these files lie beside the project; else
-generated prose, and a tokenizer of bytes.
-"""
+"""The way of a new user: own documents, an own model, and mistakes."""
 
 import contextlib
 import io
@@ -18,7 +14,6 @@ import pytest
 from worlds import REFERENCE
 
 from hf_blend.cli.main import main
-from tests.conftest import PUBLISHED
 
 pytest.importorskip("semantic_text_splitter", reason="the extra rag is not installed: pip install hf-blend[rag]")
 pytest.importorskip("bm25s", reason="the extra rag is not installed: pip install hf-blend[rag]")
@@ -35,37 +30,14 @@ def prose(number: int) -> str:
     return "\n\n".join(" ".join(sentences[start : start + 4]) for start in range(0, 20, 4))
 
 
-def texts() -> list[str]:
-    """Texts of some paragraphs."""
-    path = PUBLISHED / "hotpotqa_natural.jsonl"
-    if not path.is_file():
-        return [prose(number) for number in range(FILES)]
-    rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()[:FILES]]
-    return ["\n\n".join(row["chunks"][:1]) for row in rows]
-
-
-@pytest.fixture(scope="module")
-def own_model(tmp_path_factory, model_folder, tiny_model):
-    """A folder with a random model of twelve layers and a tokenizer that people use."""
-    from transformers import AutoTokenizer
-
-    path = tmp_path_factory.mktemp("models") / "twelve"
-    real = PUBLISHED / "tokenizers" / "gpt2-bpe"
-    tokenizer = AutoTokenizer.from_pretrained(real if real.is_dir() else model_folder)
-    tokenizer.save_pretrained(path)
-    settings = {"vocab_size": len(tokenizer), "num_hidden_layers": 12, "max_position_embeddings": 2048}
-    tiny_model(**settings, bos_token_id=None, eos_token_id=tokenizer.eos_token_id).save_pretrained(path)
-    return str(path)
-
-
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """A folder with documents, and files that are none."""
     folder = tmp_path_factory.mktemp("written")
-    for number, text in enumerate(texts()):
-        path = folder / "notes" / ("archive" if number % 2 else "") / f"note-{number:02d}.{('txt', 'MD')[number % 2]}"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+    (folder / "notes" / "archive").mkdir(parents=True)
+    for number in range(0, FILES, 2):
+        (folder / "notes" / f"note-{number:02d}.txt").write_text(prose(number))
+        (folder / "notes" / "archive" / f"note-{number + 1:02d}.MD").write_text(prose(number + 1))
     (folder / "notes" / "table.xlsx").write_bytes(b"PK\x03\x04\x00")
     (folder / "binary.txt").write_bytes(b"\x00\xff\x00")
     (folder / "empty.txt").write_text("\n")
@@ -82,14 +54,14 @@ def here(here, written, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def indexed(written, own_model, tmp_path_factory):
+def indexed(written, model_folder, tmp_path_factory):
     """A store with all of the documents, and what the command said."""
     folder = tmp_path_factory.mktemp("indexed")
     out = io.StringIO()
     err = io.StringIO()
     listening = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
     with contextlib.chdir(written), listening[0], listening[1], pytest.raises(SystemExit) as ended:
-        main(["index", "notes", "--model", own_model, "--store", str(folder / "kv"), "--json"])
+        main(["index", "notes", "--model", model_folder, "--store", str(folder / "kv"), "--json"])
     assert not ended.value.code, err.getvalue()
     return folder / "kv", json.loads(out.getvalue()), err.getvalue()
 
@@ -104,11 +76,22 @@ def test_index_says_first_size_time_and_what_is_left_out(indexed):
     assert re.search(r"to compute, about \d+ (s|min) on ", said)
 
 
-def test_ask_reads_right_one_of_many_files_and_computes_no_document(indexed, here, run, own_model):
+def test_ask_reads_right_one_of_many_files_and_computes_no_document(indexed, here, run, model_folder):
     store, _, _ = indexed
     wanted = (here / "notes" / "note-06.txt").read_text()
     question = f"What is said of {' '.join(wanted.split()[:12])}?"
-    words = ("ask", question, "notes", "--model", own_model, "--store", str(store), "--max-new-tokens", "2", "--json")
+    words = (
+        "ask",
+        question,
+        "notes",
+        "--model",
+        model_folder,
+        "--store",
+        str(store),
+        "--max-new-tokens",
+        "2",
+        "--json",
+    )
     code, out, err = run(*words)
     assert code == 0, err
     (row,) = json.loads(out)["rows"]
@@ -171,13 +154,13 @@ def folders(tmp_path_factory, model_folder):
     return path
 
 
-def test_mistake_is_sentence_with_exit_code_2_before_any_weight_is_read(here, run, folders, own_model, monkeypatch):
+def test_mistake_is_sentence_with_exit_code_2_before_any_weight_is_read(here, run, folders, model_folder, monkeypatch):
     from transformers import AutoModelForCausalLM
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights were read"))
     wrong = []
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        names = {"MODEL": own_model, "FOLDERS": str(folders), "PORT": str(taken.getsockname()[1])}
+        names = {"MODEL": model_folder, "FOLDERS": str(folders), "PORT": str(taken.getsockname()[1])}
         for words, says in mistakes():
             code, out, err = run(*(re.sub("|".join(names), lambda found: names[found[0]], word) for word in words))
             if (code, out) != (2, "") or says not in err or "Traceback" in err:

@@ -27,10 +27,6 @@ def filled(layer, tokens=200, **how):
     return layer
 
 
-def grouped(states, axis, count):
-    return states.float().unflatten(axis, (-1, count))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_no_entry_is_off_by_more_than_half_step_of_its_group(bits, dtype):
@@ -38,24 +34,25 @@ def test_no_entry_is_off_by_more_than_half_step_of_its_group(bits, dtype):
     keys, values = torch.randn(2, 2, 2, 4 * GROUP_TOKENS, 64, generator=generator).to(dtype)
     keys[..., 3] = keys[..., 3] * 50 + 30  # a large channel costs the others nothing
     values[:, :, 7, :32] *= 50  # nor a large token; in 4 bits nor a large group of channels
-    found_keys = torch.empty_like(keys)
-    found_values = torch.empty_like(values)
-    unpack(pack(bits, keys, values), found_keys, found_values)
-    width = 64 if bits == 8 else 32
-    for states, got, axis, count in ((keys, found_keys, 2, GROUP_TOKENS), (values, found_values, 3, width)):
-        groups = grouped(states, axis, count)
-        found = grouped(got, axis, count)
-        size = groups.abs().amax(axis + 1, keepdim=True)
-        if bits == 8:
-            rounding = torch.finfo(dtype).eps / 2 * 1.01
-            allowed = size * (0.5 / LARGEST * 1.001) + groups.abs() * rounding
-        else:  # the least value is rounded, too
-            highest = groups.amax(axis + 1, keepdim=True)
-            lowest = groups.amin(axis + 1, keepdim=True)
-            allowed = (highest - lowest) / 30 * 1.01 + size / 100
-        error = (found - groups).abs()
-        assert (error <= allowed).all()
-        assert error.max() > 0
+    found = torch.empty(2, *keys.shape, dtype=dtype)
+    unpack(pack(bits, keys, values), *found)
+    check_rounding(keys, found[0], bits, 2, GROUP_TOKENS)
+    check_rounding(values, found[1], bits, 3, 64 if bits == 8 else 32)
+
+
+def check_rounding(states, found, bits, axis, count):
+    """Groups of so many neighbours along an axis share a scale."""
+    groups = states.float().unflatten(axis, (-1, count))
+    error = (found.float().unflatten(axis, (-1, count)) - groups).abs()
+    size = groups.abs().amax(axis + 1, keepdim=True)
+    if bits == 8:
+        rounding = torch.finfo(states.dtype).eps / 2 * 1.01
+        allowed = size * (0.5 / LARGEST * 1.001) + groups.abs() * rounding
+    else:  # the least value is rounded, too
+        span = groups.amax(axis + 1, keepdim=True) - groups.amin(axis + 1, keepdim=True)
+        allowed = span / 30 * 1.01 + size / 100
+    assert (error <= allowed).all()
+    assert error.max() > 0
 
 
 def test_odd_width_is_not_packed_into_pairs():
@@ -64,14 +61,14 @@ def test_odd_width_is_not_packed_into_pairs():
 
 
 def test_what_is_zero_or_very_large_or_small_stays_finite():
-    keys, values = (torch.zeros(1, 1, GROUP_TOKENS, 4) for _ in range(2))
+    states = torch.zeros(2, 1, 1, GROUP_TOKENS, 4)
     limits = torch.finfo(torch.float32)
-    keys[..., 1] = limits.max / 2
-    values[:, :, 2] = limits.tiny
-    back = torch.empty_like(keys), torch.empty_like(values)
-    unpack(pack(8, keys, values), *back)
-    assert torch.isfinite(torch.stack(back)).all()
-    assert back[0][..., 0].eq(0).all()
+    states[0, ..., 1] = limits.max / 2
+    states[1, :, :, 2] = limits.tiny
+    back = torch.empty_like(states)
+    unpack(pack(8, *states), *back)
+    assert torch.isfinite(back).all()
+    assert back[0, ..., 0].eq(0).all()
 
 
 def test_new_tokens_are_seen_as_they_are_and_all_but_last_are_packed_behind_them():
@@ -80,8 +77,7 @@ def test_new_tokens_are_seen_as_they_are_and_all_but_last_are_packed_behind_them
     for seed, tokens in enumerate((200, 1, 1, 40, 1)):
         new = states(tokens, seed)
         seen = layer.update(*new)
-        wanted = plain.update(*new)
-        for got, true, part in zip(seen, wanted, new, strict=True):
+        for got, true, part in zip(seen, plain.update(*new), new, strict=True):
             assert got.shape == true.shape
             assert torch.equal(got[:, :, -tokens:], part)
             assert (got - true).abs().max() <= 1.001 * 0.5 / LARGEST * true.abs().max()
@@ -138,21 +134,20 @@ def test_prefill_is_exact_and_decoding_keeps_half_bytes_or_less(family, bits):
     plain, inputs = prepared(model, LONG, recompute_ratio=0.3)
     cache, _ = prepared(model, LONG, recompute_ratio=0.3, kv_bits=bits)
     shown = {**GREEDY, "output_logits": True, "return_dict_in_generate": True}
-    wanted = model.generate(**inputs, past_key_values=plain, **shown)
+    expected = model.generate(**inputs, past_key_values=plain, **shown)
     got = model.generate(**inputs, past_key_values=cache, **shown)
-    assert torch.equal(got.logits[0], wanted.logits[0]), "the first token comes from the prefill"
-    assert got.sequences.shape == wanted.sequences.shape
-    packed = [layer for layer in cache.layers if isinstance(layer, QuantisedLayer)]
-    assert packed
+    assert torch.equal(got.logits[0], expected.logits[0]), "the first token comes from the prefill"
+    assert got.sequences.shape == expected.sequences.shape
+    assert any(isinstance(layer, QuantisedLayer) for layer in cache.layers)
+    share = 0.75 if bits == 8 else 0.5
     for layer, other in zip(cache.layers, plain.layers, strict=True):
-        assert isinstance(layer, QuantisedLayer) != isinstance(layer, BlendSlidingLayer)
         assert layer.get_seq_length() == other.get_seq_length()
-        if isinstance(layer, QuantisedLayer):
-            assert layer.packed_tokens > 150
-            share = 0.75 if bits == 8 else 0.5
-            packed_share = layer.packed_tokens / layer.length
-            plain_bytes = other.keys.nbytes + other.values.nbytes
-            assert layer.nbytes <= plain_bytes * (share * packed_share + 1 - packed_share)
+        if isinstance(layer, BlendSlidingLayer):
+            continue
+        assert layer.packed_tokens > 150
+        packed_share = layer.packed_tokens / layer.length
+        plain_bytes = other.keys.nbytes + other.values.nbytes
+        assert layer.nbytes <= plain_bytes * (share * packed_share + 1 - packed_share)
 
 
 INDEXED = ("llama", "deepseek_v32", "glm_moe_dsa", "qwen3_next")

@@ -138,9 +138,6 @@ def test_half_of_surrogate_pair_is_refused_by_name():
             cache.inputs(tokenizer, **pieces | {name: text})
 
 
-WINDOWS = [("chatml", "llama"), ("qwen3", "llama"), ("system_last", "qwen3_next"), ("qwen3", "qwen3_next")]
-
-
 @pytest.mark.parametrize("expected", [True, False])
 def test_prompt_that_never_came_counts_as_no_part_of_cache(expected):
     """The next turn is built but not passed: the first prompt is continued otherwise, from its last token on."""

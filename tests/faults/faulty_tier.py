@@ -78,7 +78,6 @@ class FaultyTier(WrappedTier):
         self.delay_s = delay_s
         self.counts: Counter[str] = Counter()
         self._random = random.Random(seed)
-        self._armed: list[str] = []
         self._lock = threading.Lock()
         self._rates: dict[str, dict[str, float]] = {}
         self.set_rates(rates or {})
@@ -89,11 +88,6 @@ class FaultyTier(WrappedTier):
             operation, _, fault = _checked(name).partition(".")
             found.setdefault(operation, {})[fault] = rate
         self._rates = found
-
-    def arm(self, fault: str) -> None:
-        """Let the next operation that it fits fail in this way, once."""
-        with self._lock:
-            self._armed.append(_checked(fault))
 
     def draw(self, operation: str) -> str:
         """Decide whether an operation fails now: raises the fault, or gives its name, or "" for none."""
@@ -148,10 +142,6 @@ class FaultyTier(WrappedTier):
         return self.tier.stat(name)
 
     def _decide(self, operation: str) -> str:
-        for name in self._armed:
-            if name.startswith(f"{operation}."):
-                self._armed.remove(name)
-                return name.partition(".")[2]
         faults = self._rates.get(operation)
         if not faults:
             return ""
