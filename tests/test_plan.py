@@ -7,7 +7,7 @@ import torch
 
 from hf_blend import ChunkStore
 from hf_blend.model.identity import fingerprint
-from hf_blend.prefill.plan import ChunkOrigin, Planner, PromptRow
+from hf_blend.prefill.plan import Planner, PromptRow
 from hf_blend.prefill.request import PendingPrompt, Request
 from hf_blend.prompt.pieces import Span
 
@@ -26,7 +26,7 @@ def planner(shared_model):
         model = shared_model(num_hidden_layers=2)
         store = ChunkStore.open("memory://", **settings)
         store.add(model, None, chunks, chunk_prefix_ids=BOS)
-        return Planner(model, store, fingerprint(model), ChunkOrigin(BOS))
+        return Planner(model, store, fingerprint(model), BOS)
 
     return make
 

@@ -277,8 +277,9 @@ class BlendCache(Cache):
         Shapes: both `[batch, kv_heads, rows, head_dim]`, K rotated for the rows' positions → `[batch, kv_heads,
         tokens, head_dim]`.
         """
-        if (blended := self._forwards.blended) is not None:
-            return blended.prefill.update(layer_idx, key_states, value_states)
+        prefill = self._forwards.prefill
+        if prefill is not None:
+            return prefill.update(layer_idx, key_states, value_states)
         self._refuse_unannounced()
         state = self.state
         if getattr(state.kv.all[layer_idx], "visible", None) is not None:
@@ -309,8 +310,9 @@ class BlendCache(Cache):
 
         Shapes: `[batch, rows, width]` → `[batch, tokens, width]`.
         """
-        if (blended := self._forwards.blended) is not None:
-            return blended.prefill.update_indexer(layer_idx, indexer_key_states)
+        prefill = self._forwards.prefill
+        if prefill is not None:
+            return prefill.update_indexer(layer_idx, indexer_key_states)
         self._refuse_unannounced()
         return super().update_indexer(indexer_key_states, layer_idx)
 
@@ -319,8 +321,9 @@ class BlendCache(Cache):
         length = super().get_seq_length(layer_idx)
         if torch.compiler.is_compiling():
             return length
-        if (blended := self._forwards.blended) is not None:
-            return blended.prefill.past
+        prefill = self._forwards.prefill
+        if prefill is not None:
+            return prefill.past
         return min(length, self.state.kv.length)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -328,8 +331,8 @@ class BlendCache(Cache):
         layer = self.state.kv.all[layer_idx]
         if torch.compiler.is_compiling() or not hasattr(layer, "sizes_behind"):
             return super().get_mask_sizes(query_length, layer_idx)
-        blended = self._forwards.blended
-        past = self.state.kv.length if blended is None else blended.prefill.context.request.past
+        prefill = self._forwards.prefill
+        past = self.state.kv.length if prefill is None else prefill.request.past
         sizes: tuple[int, int] = layer.sizes_behind(past, query_length)
         return sizes
 

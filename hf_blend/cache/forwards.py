@@ -3,15 +3,16 @@
 """The forwards of the model that carry one cache: what becomes of each, from its first hook to its last.
 
 A hook before the model is the only way in: it announces the forward with all of its arguments. If stored chunks can
-be reused, a `BlendedForward` enters the layers. If not, every token is computed, and each layer appends its K and V. A
-hook behind the model ends the forward, also after an exception; then the cache is as it was before. Only an interrupt,
-such as Ctrl+C, passes both: the columns that it left are removed when the cache is used again.
+be reused, a `Prefill` enters the layers. If not, every token is computed, and each layer appends its K and V. A hook
+behind the model ends the forward, also after an exception; then the cache is as it was before. Only an interrupt, such
+as Ctrl+C, passes both: the columns that it left are removed when the cache is used again.
 """
 
 import copy
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -20,8 +21,8 @@ from ..errors import ConfigError, PromptError
 from ..model.anatomy import EXTENDED, cache_among, is_extended, layer_costs, refuse_extended
 from ..model.hooks import ForwardHooks
 from ..model.identity import refuse_request_state
-from ..prefill.blend import Prefill, PrefillContext
-from ..prefill.plan import ChunkOrigin, Plan, Planner
+from ..prefill.blend import Prefill
+from ..prefill.plan import Plan, Planner
 from ..prefill.realign import Realigner
 from ..prefill.report import (
     NOTHING_REUSED,
@@ -46,22 +47,20 @@ class CacheForwards:
 
     Attributes:
         is_running: a forward with the cache was announced, and has not ended.
-        blended: the forward that runs, if it reuses stored chunks.
+        prefill: what the hooks in the layers call while a forward reuses stored chunks; else None.
     """
 
     def __init__(self, cache: Any, state: BlendState) -> None:
         """Watch a model until the cache is gone."""
         self.state = state
         self.is_running = False
-        self.blended: BlendedForward | None = None
-        self._past = 0  # tokens before the forward that runs
+        self.prefill: Prefill | None = None  # a `ProbePass` while a probe runs
+        # Of the forward that runs: tokens before it, and what is restored if it fails
+        self._past = 0
+        self._before: tuple[PendingPrompt, BlendReport] = state.pending, state.report
+        self._snapshots: list[Any] = []
         self.hooks = ForwardHooks(cache, state.model, state.info.layers, listener=self)
         self.hooks.watch_model(stay=True)
-
-    @property
-    def prefill(self) -> Any:
-        """What the hooks in the layers call; None if no blended forward runs."""
-        return None if self.blended is None else self.blended.prefill
 
     def forward_begins(self, arguments: dict[str, Any]) -> None:
         """The model is called with the cache, with these arguments by name."""
@@ -79,19 +78,31 @@ class CacheForwards:
 
     def forward_ends(self, failed: bool = False) -> None:
         """The model has returned or raised; after a failure the cache is as it was before."""
-        has_begun, self.is_running = self.is_running, False
-        blended, self.blended = self.blended, None
+        state = self.state
+        has_begun = self.is_running
+        prefill = self.prefill
+        self.is_running = False
+        self.prefill = None  # refers to this object, to run a probe
         self.hooks.leave()
-        if blended is not None:
-            blended.end(failed)
-        if failed:
-            if has_begun and blended is None and self.state.kv.have_states:
-                self._undo_states()
-            try:
-                self.state.rollback_partial_forward()
-            except ConfigError:
-                return  # the next use of the cache says it
-            self.state.crop_tokens(self.state.kv.length)
+        if prefill is not None:
+            prefill.end()
+            if state.loader is not None:
+                state.report.partial = vars(state.loader.report)
+        if not failed:
+            return
+
+        # Restore the cache
+        if prefill is not None:
+            state.kv.restore(self._snapshots)
+            state.tokens.crop(self._past)
+            state.pending, state.report = self._before
+        elif has_begun and state.kv.have_states:
+            self._undo_states()
+        try:
+            state.rollback_partial_forward()
+        except ConfigError:
+            return  # the next use of the cache says it
+        state.crop_tokens(state.kv.length)
 
     def _undo_states(self) -> None:
         """Empty the layers behind a failed first forward; behind another one nobody knows which states moved on."""
@@ -152,8 +163,15 @@ class CacheForwards:
         # Find chunks, fetch them, compute what is missing
         if not expected.batch and state.config.chunk_prefix_ids is None:
             state.chunk_prefix_ids = state.store.stored_prefix(state.model, fingerprint)
-        origin = ChunkOrigin(state.chunk_prefix_ids, expected.tokenizer, state.info.placeholders)
-        planner = Planner(state.model, state.store, fingerprint, origin, state.config)
+        planner = Planner(
+            state.model,
+            state.store,
+            fingerprint,
+            state.chunk_prefix_ids,
+            state.config,
+            expected.tokenizer,
+            state.info.placeholders,
+        )
         plan = planner.plan(rows, request.width, request.logits_rows, request.length)
 
         # Report what was found; a prompt that comes in parts has one report
@@ -169,10 +187,67 @@ class CacheForwards:
 
         # Enter the layers
         if plan.chunks:
-            self.blended = BlendedForward(state, cache_among(arguments), self.hooks, request, plan, report)
-            self.hooks.enter_layers(request.width)
+            self._enter_layers(cache_among(arguments), request, plan, report)
         state.tokens.append(request)
         state.report, state.pending, state.check_ms = report, pending, 0.0
+
+    def _enter_layers(self, cache: Any, request: Request, plan: Plan, report: BlendReport) -> None:
+        """Begin a prefill by a plan, of a forward that carries `cache`.
+
+        Raises:
+            ConfigError: of the cached tokens some layers loaded a part only.
+        """
+        state = self.state
+        if state.kv.are_partial:
+            raise ConfigError(
+                f"a prompt came behind {request.past} tokens of which some layers loaded a part only, but it would "
+                "attend to all of them. reset() the cache and pass the whole conversation, or open the store without "
+                "partial."
+            )
+        self._before = state.pending, state.report
+        self._snapshots = state.kv.snapshots()
+        realigner = Realigner(state.info.styles, report, plan.chunks)
+        state.loader = state.store.loader(state)
+        if state.loader is not None:
+            state.loader.realigner = realigner
+        self.prefill = Prefill(
+            state.model,
+            state.kv.all,
+            request,
+            plan,
+            report,
+            realigner,
+            state.selector,
+            partial(self._probe, cache),
+            state.info.extras,
+            state.loader,
+        )
+        inexact = [placed.start for placed in plan.chunks if not placed.exact]
+        if inexact:
+            state.mark_inexact(request.past + min(inexact))
+        self.hooks.enter_layers(request.width)
+
+    def _probe(self, cache: Any, receive: Receive, layers: Sequence[int], rows: int | None = None) -> None:
+        """Run the question alone, in the middle of a prefill."""
+        from ..prefill.probe import AttentionObserver, ProbePass, run_probe  # few selectors ask for it
+
+        kv = self.state.kv
+        prefill: Any = self.prefill
+        suspended = []
+        for layer, snapshot in zip(kv.of_tokens, self._snapshots, strict=True):
+            suspended.append(layer.suspend(snapshot, self._past))
+        probe = ProbePass(prefill, kv.spare(self._snapshots), AttentionObserver(receive, layers, rows))
+        prefill.pause()
+        self.prefill = probe
+        try:
+            with self.hooks.inside():
+                run_probe(probe, cache)
+        finally:
+            self.prefill = prefill
+            probe.end()
+            prefill.resume()
+            for layer, states in zip(kv.of_tokens, suspended, strict=True):
+                layer.resume(states)
 
     def _refuse_unexpected(self, request: Request, is_expected: bool) -> None:
         """Refuse a later prompt of which `generate` has left out as many tokens as are cached, whatever they are."""
@@ -188,72 +263,6 @@ class CacheForwards:
                 "built with the cache are known to begin with these: generate leaves out the first tokens of a prompt "
                 f"without comparing them. {ASK_AGAIN}"
             )
-
-
-class BlendedForward:
-    """One forward that reuses stored chunks: made when it begins, dropped when it ends."""
-
-    def __init__(
-        self, state: BlendState, cache: Any, hooks: ForwardHooks, request: Request, plan: Plan, report: BlendReport
-    ) -> None:
-        """Begin a forward that carries `cache` by a plan.
-
-        Raises:
-            ConfigError: of the cached tokens some layers loaded a part only.
-        """
-        if state.kv.are_partial:
-            raise ConfigError(
-                f"a prompt came behind {request.past} tokens of which some layers loaded a part only, but it would "
-                "attend to all of them. reset() the cache and pass the whole conversation, or open the store without "
-                "partial."
-            )
-        self._state, self._cache, self._hooks = state, cache, hooks
-        self._before = state.pending, state.report
-        self._snapshots = state.kv.snapshots()
-        realigner = Realigner(state.info.styles, report, plan.chunks)
-        state.loader = state.store.loader(state)
-        if state.loader is not None:
-            state.loader.realigner = realigner
-        context = PrefillContext(
-            state.model, state.kv.all, request, plan, report, realigner, state.selector,
-            self._probe, state.info.extras, state.loader,
-        )  # fmt: skip
-        self.prefill: Any = Prefill(context)  # what hooks and cache call: a `ProbePass` while a probe runs
-        if inexact := [placed.start for placed in plan.chunks if not placed.exact]:
-            state.mark_inexact(request.past + min(inexact))
-
-    def end(self, failed: bool) -> None:
-        """Settle the layers; after a failure the cache is as it was before."""
-        state, past = self._state, self.prefill.context.request.past
-        self.prefill.end()
-        self.prefill = None  # its context refers to this object, by `_probe`
-        if state.loader is not None:
-            state.report.partial = vars(state.loader.report)
-        if failed:
-            state.kv.restore(self._snapshots)
-            state.tokens.crop(past)
-            state.pending, state.report = self._before
-
-    def _probe(self, receive: Receive, layers: Sequence[int], rows: int | None = None) -> None:
-        """Run the question alone, in the middle of the forward."""
-        from ..prefill.probe import AttentionObserver, ProbePass, run_probe  # few selectors ask for it
-
-        prefill, kv, past = self.prefill, self._state.kv, self.prefill.context.request.past
-        suspended = []
-        for layer, snapshot in zip(kv.of_tokens, self._snapshots, strict=True):
-            suspended.append(layer.suspend(snapshot, past))
-        observer = AttentionObserver(receive, layers, rows)
-        self.prefill = probe = ProbePass(prefill.context, kv.spare(self._snapshots), observer)
-        prefill.pause()
-        try:
-            with self._hooks.inside():
-                run_probe(self._state.model, self._cache, prefill.context)
-        finally:
-            self.prefill = prefill
-            probe.end()
-            prefill.resume()
-            for layer, states in zip(kv.of_tokens, suspended, strict=True):
-                layer.resume(states)
 
 
 def _report_mismatches(

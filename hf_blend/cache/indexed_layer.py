@@ -25,7 +25,7 @@ class IndexedKind(LayerKind):
 
     def enter(self, prefill: Any, index: int, call: LayerCall, table: Table | None) -> Table | None:
         """Return the new tokens' part of the table; a layer that rotates stored keys has those before them too."""
-        self._table, beside = None, prefill.context.realigner.styles[index].beside
+        self._table, beside = None, prefill.realigner.styles[index].beside
         if beside is not None:
             self.parts = frozenset({"keys", "indexer"})
         if table is None or beside is None or beside.turns:
@@ -41,10 +41,10 @@ class IndexedKind(LayerKind):
 
     def update_indexer(self, prefill: Any, index: int, keys: Tensor, rows: Rows | None) -> Tensor:
         """Write the rows' keys, `[batch, rows, width]`, among those that are stored; gives those of all tokens."""
-        layer = prefill.layer_of(index)
+        layer = prefill.layers[index]
         if self._keys is None:
             self._keys = layer.open_indexer(prefill.width, keys)
-            prefill.context.realigner.write_beside(index, prefill.stored_chunks(), self._keys[:, None])
+            prefill.realigner.write_beside(index, prefill.stored_chunks(), self._keys[:, None])
         if rows is None:
             self._keys.copy_(keys)
         else:

@@ -37,7 +37,7 @@ class MixerKind(LayerKind):
 
     def enter(self, prefill: Any, index: int, call: LayerCall, table: Any) -> Any:
         """Put the hooks in; the mixer runs for all rows until others are given."""
-        realigner = prefill.context.realigner
+        realigner = prefill.realigner
 
         def write_stored(states: Tensor, spans: Spans) -> None:
             realigner.write_beside(index, prefill.stored_chunks(), states[:, None], spans)
@@ -49,7 +49,7 @@ class MixerKind(LayerKind):
             prefill.stop_when_ready("projections")
 
         cache = next(value for value in call.arguments.values() if hasattr(value, "update_conv_state"))
-        mixer, rows = prefill.context.extras[index], ActiveRows(None, prefill.width)
+        mixer, rows = prefill.extras[index], ActiveRows(None, prefill.width)
         self._given = dict(call.arguments)
         self._pass = MixerPass(mixer, cache, rows, write_stored, projected, prefill.is_compared(index))
         self._pass.enter()
@@ -58,7 +58,7 @@ class MixerKind(LayerKind):
     def take_rows(self, prefill: Any, call: LayerCall, rows: Rows) -> None:
         """The mixer runs for these rows."""
         if self._pass is not None:
-            plan, arguments = prefill.context.plan, full_arguments(call.arguments, self._given)
+            plan, arguments = prefill.plan, full_arguments(call.arguments, self._given)
             padding = ~plan.real.to(rows.columns.device) if plan.has_padding else None
             self._pass.rows = ActiveRows(rows.columns, prefill.width, arguments, padding)
 

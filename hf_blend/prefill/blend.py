@@ -12,13 +12,12 @@ What each layer does is known before the first. So that attention and MLP are co
 check layer is run until its K and V reach the cache, and left there by a private exception; then it is run again for
 these rows. The layer's code is the model's, unchanged.
 
-`PrefillContext` is what all of it works on. A `LayerPass` runs layers for some rows: the `Prefill` itself, and a probe
-before it. Its `LayerBuffers` are the columns that it writes to, and a `LayerKind` says what a layer keeps.
+A `LayerKind` says what a layer of the cache keeps of each token. A probe is a prefill of the question's rows alone.
 """
 
 import logging
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,12 +28,16 @@ from ..errors import UnsupportedModelError
 from ..model.anatomy import LayerCall, LayerExtra, gather_rows, text_config
 from ..model.attention import AttentionCapture, StopForward, layers_handing_on
 from ..rotary.base import Table, rotary_table
-from ..selectors.base import KV, Selector
+from ..selectors.base import KV, Selector, TokenView
 from .plan import PlacedChunk, Plan
 from .realign import Realigner
 from .report import BlendReport, Work
 from .request import Request
-from .rows import RowArguments, Rows, TokenSelection
+from .rows import RowArguments, Rows, highest
+
+logger = logging.getLogger(__name__)
+
+MISMATCH_LIMIT = 0.2  # at layer 0, by the token alone: another token differs by about 1, int4 of a real model by 0.13
 
 
 class StoredStates(Protocol):
@@ -60,58 +63,19 @@ class PartialLoader(StoredStates, Protocol):
         """Find out what of a layer can be loaded in part; no rows: all tokens are computed."""
 
 
-@dataclass(frozen=True)
-class PrefillContext:
-    """All that one prefill works on: known before it begins, and shared with its probe."""
-
-    model: nn.Module
-    layers: Sequence[Any]
-    request: Request
-    plan: Plan
-    report: BlendReport
-    realigner: Realigner
-    selector: Selector
-    probe: Callable[..., None]  # see `TokenView.probe`
-    extras: Sequence[LayerExtra | None] = ()
-    loader: PartialLoader | None = None  # None: chunks are written whole
-
-
-class RunningPrefill(Protocol):
-    """What a layer may ask of the prefill that runs."""
-
-    @property
-    def context(self) -> PrefillContext:
-        """All that the prefill works on."""
-
-    @property
-    def width(self) -> int:
-        """How many new columns there are."""
-
-    def layer_of(self, index: int) -> Any:
-        """The layer of the cache to which a layer of the model writes."""
-
-    def stored_chunks(self) -> list[PlacedChunk]:
-        """The chunks of which something stored is used, now."""
-
-    def is_compared(self, index: int) -> bool:
-        """Whether what a layer keeps is compared with what is stored, or computed twice."""
-
-    def check_stored(self, computed: Sequence[Tensor]) -> None:
-        """Refuse chunks whose stored states at layer 0 are not what this model computes for these tokens here."""
-
-    def stop_when_ready(self, name: str) -> None:
-        """End a partial run of a layer when the last of the `parts` that it waits for has come."""
-
-
 class LayerKind:
-    """A layer that hands K and V of each token to the cache."""
+    """A layer that hands K and V of each token to the cache, and what a prefill does beside.
+
+    A cache layer names its kind as the class attribute `prefill_kind`. For layers that keep something else there are
+    subclasses; the prefill itself knows these hooks only.
+    """
 
     has_hooks = False  # whether a prefill calls the methods: a kind that overrides one has hooks
     has_keys = True  # False: it keeps no K and V
     has_states = True  # False: it keeps nothing at all
     attends = True  # False: it has no attention
     compares_keys = True  # False: at layer 0 it checks what is stored by something else
-    # what a partial run of the layer waits for, see `RunningPrefill.stop_when_ready`
+    # what a partial run of the layer waits for, see `Prefill.stop_when_ready`
     parts: frozenset[str] = frozenset({"keys"})
 
     def __init_subclass__(cls) -> None:
@@ -119,14 +83,14 @@ class LayerKind:
         methods = (name for name, member in vars(cls).items() if callable(member))
         cls.has_hooks = cls.has_hooks or not vars(LayerKind).keys().isdisjoint(methods)
 
-    def enter(self, prefill: RunningPrefill, index: int, call: LayerCall, table: Table | None) -> Table | None:
+    def enter(self, prefill: "Prefill", index: int, call: LayerCall, table: Table | None) -> Table | None:
         """Begin a layer with the arguments that the model gave it, and the rotary table among them.
 
         Returns that of the new tokens, `[batch or 1, tokens, width]` each; None where there is none.
         """
         return table
 
-    def take_rows(self, prefill: RunningPrefill, call: LayerCall, rows: Rows) -> None:
+    def take_rows(self, prefill: "Prefill", call: LayerCall, rows: Rows) -> None:
         """The layer runs for these rows; `call` has their arguments."""
 
     def computed(self) -> KV | None:
@@ -157,162 +121,163 @@ class StatelessKind(LayerKind):
     parts = frozenset[str]()
 
 
-class LayerBuffers:
-    """The columns of one forward's new tokens, by layer."""
-
-    def __init__(self, context: PrefillContext, layers: Sequence[Any], last: int, stored: StoredStates) -> None:
-        self._stored = stored
-        self._layers = layers
-        self._realigner = context.realigner
-        self._width = context.request.width
-        self._last = last
-        self.settles = not all(getattr(layer, "keeps_all", True) for layer in layers)  # some free or pack columns
-        self.open: dict[int, KV] = {}
-        self.used: set[int] = set()  # the layers that handed over K and V; others may be opened with them
-        self._first: dict[int, int] = {}  # layer → the first of those that were written with it
-        devices = {*getattr(context.model, "hf_device_map", {}).values()}
-        self._opens_several = len(devices) < 2
-
-    def use(
-        self,
-        index: int,
-        keys: Tensor,
-        values: Tensor,
-        stored: Callable[[], list[PlacedChunk]],
-        checks: Sequence[int],
-        written: Tensor | None,
-    ) -> None:
-        """Open a layer's columns and write what is stored, unless an earlier layer's call has done so.
-
-        Layers up to the next of `checks` may be written with it; columns that are not in `written` are set to 0.
-
-        Shapes: keys `[batch, kv_heads, rows, head_dim]`, written `[batch, tokens]`.
-        """
-        self.used.add(index)
-        if index in self.open:
-            table = self._realigner.tables[index]
-            first_table = self._realigner.tables[self._first[index]]
-            is_ready = table is first_table
-            if table is not None and first_table is not None:
-                is_ready = table[0] is first_table[0]
-            ahead = self.open[index][0]
-            if ahead.device != keys.device or ahead.dtype != keys.dtype:
-                is_ready = False
-                del self.open[index]
-                self._layers[index].reset()
-            self._opens_several = self._opens_several and is_ready
-            if is_ready:
-                return
-        chunks = stored()
-        if index not in self.open:  # else it was written with a rotary table of another layer
-            group = range(index, index + 1)
-            several = None
-            if self._opens_several and not keys.requires_grad:
-                group = self._realigner.group(index, chunks, (*checks, self._last), keys.device)
-                first, *others = (self._layers[layer] for layer in group)
-                several = first.open_with(others, self._width, keys, values)
-            if several is None:
-                group = range(index, index + 1)
-                self.open[index] = self._layers[index].open(self._width, keys, values)
-            else:
-                for number, layer in enumerate(group):
-                    self.open[layer] = several[0][number], several[1][number]
-            for layer in group:
-                self._first[layer] = index
-            if written is not None:  # NaN would pass a mask
-                for states in several or self.open[index]:
-                    states.masked_fill_(~written.to(states.device)[:, None, :, None], 0)
-            if several is not None and len(group) > 1:
-                self._realigner.write(index, chunks, *several)
-                return
-        self._stored.write(index, chunks, *self.open[index])
-
-    def settle(self, index: int) -> None:
-        """The layers before this one are done: free their columns beyond their windows."""
-        for done in [layer for layer in self.open if layer < index and not self._layers[layer].keeps_all]:
-            del self.open[done]
-            self._layers[done].settle()
-
-
-class LayerPass:
-    """One forward over layers of a cache.
+class Prefill:
+    """One forward of a model among stored chunks: made when it begins, gone when it ends.
 
     Attributes:
-        context: what it works on.
-        width: new columns.
+        model: the model that runs.
+        layers: those of the cache, one for each decoder layer.
+        request: what the forward brought.
+        plan: which of its tokens have stored K and V.
+        report: what it cost.
+        realigner: writes stored K and V.
+        selector: scores the tokens that may be recomputed.
+        run_probe: see `TokenView.probe`.
+        extras: by layer, what it keeps beside K and V.
+        loader: loads chunks in part; None: they are written whole.
+        width: how many new columns there are.
         past: tokens in the cache before the new ones. For layers that count positions themselves, to scale their
             queries by them, it is a tensor `[rows]`: added to `arange(rows)` it gives the positions of the rows.
     """
 
-    def __init__(self, context: PrefillContext, layers: Sequence[Any], stored: StoredStates) -> None:
-        """Prepare to write to `layers` of a cache, with what `stored` writes among it."""
-        self.context = context
-        self.width = context.request.width
-        self.past: int | Tensor = context.request.past
-        self._layers = layers
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[Any],
+        request: Request,
+        plan: Plan,
+        report: BlendReport,
+        realigner: Realigner,
+        selector: Selector,
+        run_probe: Callable[..., None],
+        extras: Sequence[LayerExtra | None] = (),
+        loader: PartialLoader | None = None,
+    ) -> None:
+        """Decide what each layer does."""
+        self.model = model
+        self.layers = layers
+        self.request = request
+        self.plan = plan
+        self.report = report
+        self.realigner = realigner
+        self.selector = selector
+        self.run_probe = run_probe
+        self.extras = extras
+        self.loader = loader
+        self.width = request.width
+        self.past: int | Tensor = request.past
+
+        # What the layers keep
         self._kinds: list[LayerKind] = [getattr(layer, "prefill_kind", StatelessKind)() for layer in layers]
         self._with_keys = [index for index, kind in enumerate(self._kinds) if kind.has_keys]
-        self._with_states = [index for index, kind in enumerate(self._kinds) if kind.has_states]
-        self._last = self._with_states[-1] if self._with_states else -1
-        config = text_config(context.model)
-        self._buffers = LayerBuffers(context, layers, self._last, stored)
-        self._arguments = RowArguments(
-            config, layers, context.request.past, self.width, layers_handing_on(context.model)
-        )
+        with_states = [index for index, kind in enumerate(self._kinds) if kind.has_states]
+        self._last = with_states[-1] if with_states else -1
+
+        # The columns of the new tokens
+        self._opened: dict[int, KV] = {}
+        self._opened_with: dict[int, int] = {}  # layer → the one at whose call it was opened
+        self._used: set[int] = set()  # the layers that handed over K and V; others may be opened with them
+        self._opens_several = len({*getattr(model, "hf_device_map", {}).values()}) < 2
+        self._settles = not all(getattr(layer, "keeps_all", True) for layer in layers)  # some free or pack columns
+        self._written: Tensor | None = None  # `[batch, tokens]`: columns that will have K and V; None: all
+
+        # The rows that run, and the layer that they are in
+        config = text_config(model)
+        self._arguments = RowArguments(config, layers, request.past, self.width, layers_handing_on(model))
         self._counts_positions = bool(getattr(config, "attn_temperature_tuning", False))
-        self._needs_same_columns = self._counts_positions and len(context.plan.counts) > 1  # counted for all entries
+        self._needs_same_columns = self._counts_positions and len(plan.counts) > 1  # counted for all entries
         self._tables: list[tuple[Any, Table | None]] = []  # of what several layers are given
         self._rows: Rows | None = None  # None: all tokens, as the model passes them
         self._row_axis: int | None = None  # of the hidden states, behind the axis of the batch
-        self._kind = LayerKind()  # of the layer that runs
-        self._model_mask: Any = None  # of all tokens, as that layer was given it
+        self._kind = LayerKind()
+        self._model_mask: Any = None  # of all tokens, as the layer was given it
         self._awaited: set[str] | None = None  # what a partial run of the layer waits for; None: it runs to its end
-        self._capture: AttentionCapture | None = None  # of the layer that runs
+        self._capture: AttentionCapture | None = None
+
+        # By what tokens are selected before layer 0 (None: all are computed there), and at which layers behind it
+        self._first_ratio: float | None = None
+        self._ratios: dict[int, float] = {}
+        self._first_scores: Tensor | None = None  # of a selector that sees no layer: later ones select by the same
+        self._selected_counts = plan.stored_counts  # of the reusable tokens, those that are computed
+        self._is_narrowed = False  # some reusable tokens are computed no more
+        self._schedule(with_states)
+        self._first_check = 0 if self._first_ratio is not None else min(self._ratios, default=0)
+        self._last_check = max(self._ratios, default=-1)
+
+    def _schedule(self, with_states: Sequence[int]) -> None:
+        """Decide at which layers tokens are selected, and which share of the reusable ones.
+
+        A selector that needs no K and V selects before the first layer, with the first check layer's ratio, and again
+        at the later check layers. A selection of no tokens is settled before the first layer too. A check layer
+        without states to compare is moved to the next of those that have them.
+        """
+        ratios = self.plan.config.ratios(len(self.layers))
+        if not self.selector.count(max(ratios.values()), self.plan.real.numel()):
+            self._first_ratio = 0.0
+            return
+        if not self.selector.needs_kv:
+            self._first_ratio = ratios.pop(min(ratios))
+        for layer, ratio in sorted(ratios.items()):
+            index = next((index for index in with_states if index >= layer), None)
+            if index is not None:
+                self._ratios[index] = ratio
 
     @property
     def columns(self) -> Tensor | None:
         """`[batch, rows]`: the columns that run; None: all."""
         return None if self._rows is None else self._rows.columns
 
-    def begin_layer(self, index: int, call: LayerCall) -> Table | None:
-        """Record the arguments of a layer; returns its rotary table of the new tokens."""
-        if self._buffers.settles:
-            self._buffers.settle(index)
-        self.remove_hooks()
-        self._kind = self._kinds[index]
-        self._model_mask = call.arguments.get(call.mask_name)
-        table = self._rotary_table(call)
-        return self._kind.enter(self, index, call, table) if self._kind.has_hooks else table
+    def enter(self, index: int, call: LayerCall) -> None:
+        """Make a layer's arguments ready: only the active rows, with their lines of the mask."""
+        plan = self.plan
+        table = self._begin_layer(index, call)
+        self.realigner.tables.setdefault(index, table)
+        if index == 0:
+            self._begin(call)
+        if self._rows is not None:
+            self._keep_rows(index, call, self._rows, self._rows.columns if index == 0 else None)
 
-    def _rotary_table(self, call: LayerCall) -> Table | None:
-        """The table that a layer was given; several are given the same one."""
-        embeddings = call.arguments.get("position_embeddings")
-        if embeddings is None:
-            return rotary_table(call.arguments, call.layer)
-        for known, table in self._tables:
-            if known is embeddings:
-                return table
-        table = rotary_table(call.arguments, call.layer)
-        self._tables.append((embeddings, table))
-        return table
+        # Select at a check layer
+        if index in self._ratios and any(plan.stored_counts):
+            self._run_until_kv(index, call)
+            self._narrow(index, call, self._ratios[index])
+        if self.loader is not None and index > self._last_check:
+            computes_all = any(plan.stored_counts) and not self._is_narrowed
+            self.loader.begin(index, None if computes_all else self._rows, plan)
 
-    def write_layer(
-        self, index: int, keys: Tensor, values: Tensor, checks: Sequence[int], written: Tensor | None
-    ) -> KV:
-        """Write K and V of the rows, `[batch, kv_heads, rows, head_dim]`, among what is stored; gives those columns.
+        # Past the last K and V only what is asked for is computed
+        if index == self._last and plan.chunks:
+            rows = self._rows or Rows.every(plan.real)
+            expected = self.width - plan.end
+            if expected < rows.columns.shape[1]:
+                self._run_until_kv(index, call)
+                self._keep_rows(index, call, *rows.last(expected))
+        if self.loader is not None:
+            self._capture = self.loader.capture(index, call.layer, self._rows, self.request.past)
+            if self._capture is not None:
+                self._capture.open(call.cache)
+        self._record_work(index, kv_only=False)
 
-        At its first call a layer's columns are opened, and what is stored is written; columns that are not in
-        `written`, `[batch, tokens]`, are set to 0.
+    def update(self, index: int, keys: Tensor, values: Tensor) -> KV:
+        """Write K and V of the active rows, `[batch, kv_heads, rows, head_dim]`, and return those of all tokens.
+
+        At its first call a layer's columns are opened, and what is stored is written.
         """
-        if index not in self._buffers.used:
-            self._buffers.use(index, keys, values, self.stored_chunks, checks, written)
-        states = self._buffers.open[index]
+        if index not in self._used:
+            self._used.add(index)
+            self._open(index, keys, values)
+        states = self._opened[index]
         if self._rows is None:
             states[0].copy_(keys)
             states[1].copy_(values)
         else:
             self._rows.write_states(states, (keys, values))
-        return states
+        if index == 0 and self._kind.compares_keys:
+            self.check_stored(states)
+        if self._capture is None and self._awaited is not None:
+            self.stop_when_ready("keys")
+        layer = self.layers[index]
+        return layer.keys, layer.values
 
     def update_indexer(self, index: int, keys: Tensor) -> Tensor:
         """Write an indexer's keys of the rows, `[batch, rows, width]`, and return those of all tokens."""
@@ -320,28 +285,45 @@ class LayerPass:
         self.stop_when_ready("indexer")
         return all_keys
 
-    def remove_hooks(self) -> None:
-        """Remove the hooks from the layer that runs and from its attention."""
-        if self._kind.has_hooks:
-            self._kind.leave()
-        if self._capture is not None:
-            self._capture.close()
-            self._capture = None
+    def end(self) -> None:
+        """Remove every hook inside a layer, also after a failure, and settle the cache's layers."""
+        plan = self.plan
+        self._leave_layer()
+        if self._settles:
+            self._settle(len(self._kinds))
+        if self.loader is not None:
+            self.loader.finish()
+        if plan.replaced:
+            self.report.computed_chunks += len(plan.replaced)
+            self.report.loaded_chunks -= len(plan.replaced)
+        if plan.pipeline is not None:
+            plan.pipeline.close()
 
     def stored_chunks(self) -> list[PlacedChunk]:
-        """The chunks of which something stored is used, now."""
-        return self.context.plan.chunks
+        """The chunks of which something stored is used, now: none where all rows are active."""
+        if self._rows is None:
+            return []
+        return [placed for placed in self.plan.chunks if placed.exact or self._is_narrowed]
 
     def is_compared(self, index: int) -> bool:
-        """Whether what a layer keeps is compared with what is stored, or computed twice."""
-        return False
+        """Return True if what a layer keeps is compared with what is stored, or computed twice."""
+        return index in self._ratios or index in (0, self._last)
 
     def check_stored(self, computed: Sequence[Tensor]) -> None:
         """Refuse chunks whose stored states at layer 0 are not what this model computes for these tokens here."""
-
-    def layer_of(self, index: int) -> Any:
-        """The layer of the cache to which a layer of the model writes."""
-        return self._layers[index]
+        chunks = [placed for placed in self.plan.chunks if self._rows is None or not placed.exact]
+        if self._is_narrowed or not chunks:
+            return
+        stored = self.loader or self.realigner
+        for placed, error in zip(chunks, stored.mismatches(0, chunks, *computed), strict=True):
+            if error > MISMATCH_LIMIT:
+                logger.warning(
+                    "chunk %s is computed again: its stored K/V at layer 0 differ by %.2g from those of its tokens",
+                    placed.chunk.key.digest[:12],
+                    error,
+                )
+                self.plan.drop(placed)
+                self.report.refused_chunks += 1
 
     def stop_when_ready(self, name: str) -> None:
         """End a partial run of a layer when the last of the `parts` that it waits for has come."""
@@ -349,47 +331,6 @@ class LayerPass:
             self._awaited.discard(name)
             if not self._awaited:
                 raise StopForward
-
-    def _keep_rows(self, index: int, call: LayerCall, rows: Rows, remaining: Tensor | None) -> None:
-        """Let a layer run for some rows: those at `[batch, kept]` of its hidden states; None: all of these."""
-        if remaining is not None:
-            if self._row_axis is None:  # several streams of rows are before the batch in Gemma 3n, behind rows in HYV4
-                batch, count, *more = call.hidden.shape
-                self._row_axis = 1 if len(more) == 1 or (batch, count) == self.context.plan.real.shape else 2
-            call.hidden = gather_rows(call.hidden, remaining, self._row_axis)
-        taken = {self.width: rows.columns}
-        if remaining is not None and self._rows is not None and self._rows is not rows:
-            taken.setdefault(self._rows.columns.shape[1], remaining)  # what earlier layers made of the rows that ran
-        self._arguments.cut(index, call, rows, self._model_mask, self._kind.attends, taken)
-        self._rows = rows
-        if self._counts_positions:
-            columns = rows.columns[0]
-            self.past = self.context.request.past + columns - torch.arange(len(columns), device=columns.device)
-        if self._kind.has_hooks:
-            self._kind.take_rows(self, call, rows)
-
-
-logger = logging.getLogger(__name__)
-
-MISMATCH_LIMIT = 0.2  # at layer 0, by the token alone: another token differs by about 1, int4 of a real model by 0.13
-
-
-class Prefill(LayerPass):
-    """The state of one forward; made when it begins, gone when it ends."""
-
-    def __init__(self, context: PrefillContext) -> None:
-        """Decide what each layer does."""
-        super().__init__(context, context.layers, context.loader or context.realigner)
-        plan = context.plan
-        self._selection = TokenSelection(context, self._with_keys)
-        # by what tokens are selected before layer 0 (None: all are computed there), and at which check layers
-        self._first_ratio, self._ratios = self._selection.schedule(self._with_states)
-        self._last_check = max(self._ratios, default=-1)
-        self._loader = context.loader
-        ratio = self._ratios.get(self._last_check, self._first_ratio or 0.0)
-        self._loads_nothing = context.selector.count(ratio, plan.real.numel()) == plan.real.numel()
-        self._selected_counts = plan.stored_counts  # of the reusable tokens, those that are computed
-        self._is_narrowed = False  # some reusable tokens are computed no more
 
     def pause(self) -> None:
         """Another forward of the model begins, in the layer that this one is in."""
@@ -399,128 +340,136 @@ class Prefill(LayerPass):
         """The other forward is over."""
         self._kind.resume()
 
-    def enter(self, index: int, call: LayerCall) -> None:
-        """Make a layer's arguments ready: only the active rows, with their lines of the mask."""
-        context, plan = self.context, self.context.plan
-        table = self.begin_layer(index, call)
-        context.realigner.tables.setdefault(index, table)
-        if index == 0:
-            self._begin(call)
-        if self._rows is not None:
-            self._keep_rows(index, call, self._rows, self._rows.columns if index == 0 else None)
+    def _begin_layer(self, index: int, call: LayerCall) -> Table | None:
+        """Leave the layer before, and read the arguments of this one; returns its rotary table of the new tokens."""
+        if self._settles:
+            self._settle(index)
+        self._leave_layer()
+        self._kind = self._kinds[index]
+        self._model_mask = call.arguments.get(call.mask_name)
+        table = self._rotary_table(call)
+        if self._kind.has_hooks:
+            table = self._kind.enter(self, index, call, table)
+        return table
 
-        # Select at a check layer
-        if index in self._ratios and any(plan.stored_counts):
-            self._run_until_kv(index, call)
-            self._select(index, call, self._ratios[index])
-        if self._loader is not None and index > self._last_check:
-            self._loader.begin(index, None if self._loads_nothing else self._rows, plan)
+    def _rotary_table(self, call: LayerCall) -> Table | None:
+        """The table that a layer was given; several are given the same one."""
+        embeddings = call.arguments.get("position_embeddings")
+        for known, table in self._tables:
+            if known is embeddings:
+                return table
+        table = rotary_table(call.arguments, call.layer)
+        if embeddings is not None:
+            self._tables.append((embeddings, table))
+        return table
 
-        # Past the last K and V only what is asked for is computed
-        if index == self._last and plan.chunks:
-            rows = self._rows or Rows.every(plan.real)
-            expected = self.width - plan.end
-            if expected < rows.columns.shape[1]:
-                self._run_until_kv(index, call)
-                self._keep_rows(index, call, *rows.last(expected))
-        if self._loader is not None:
-            self._capture = self._loader.capture(index, call.layer, self._rows, context.request.past)
-            if self._capture is not None:
-                self._capture.open(call.cache)
-        past = context.request.past
-        context.report._work.append(Work(index, False, self.columns, plan.reusable, plan.real, past))
-
-    def update(self, index: int, keys: Tensor, values: Tensor) -> KV:
-        """Write K and V of the active rows, `[batch, kv_heads, rows, head_dim]`, and return those of all tokens."""
-        checks = () if self._is_narrowed else tuple(self._ratios)
-        written = self.context.plan.real if self._rows is not None and self.context.plan.has_padding else None
-        states = self.write_layer(index, keys, values, checks, written)
-        if index == 0 and self._kind.compares_keys:
-            self.check_stored(states)
-        if self._capture is None:
-            self.stop_when_ready("keys")
-        layer = self._layers[index]
-        return layer.keys, layer.values
-
-    def end(self) -> None:
-        """Remove every hook inside a layer, also after a failure, and settle the cache's layers."""
-        plan = self.context.plan
-        self.remove_hooks()
-        if self._buffers.settles:
-            self._buffers.settle(len(self._kinds))
-        if self._loader is not None:
-            self._loader.finish()
-        if plan.replaced:
-            self.context.report.computed_chunks += len(plan.replaced)
-            self.context.report.loaded_chunks -= len(plan.replaced)
-        if plan.pipeline is not None:
-            plan.pipeline.close()
-
-    def stored_chunks(self) -> list[PlacedChunk]:
-        """The chunks of which something stored is used, now: none where all rows are active."""
-        if self._rows is None:
-            return []
-        return [placed for placed in self.context.plan.chunks if placed.exact or self._is_narrowed]
-
-    def is_compared(self, index: int) -> bool:
-        """Return True if what a layer keeps is compared with what is stored, or computed twice."""
-        return index in self._ratios or index in (0, self._last)
-
-    def check_stored(self, computed: Sequence[Tensor]) -> None:
-        """Refuse chunks whose stored states at layer 0 are not what this model computes for these tokens here."""
-        chunks = [placed for placed in self.context.plan.chunks if self._rows is None or not placed.exact]
-        if self._is_narrowed or not chunks:
-            return
-        stored = self._loader or self.context.realigner
-        for placed, error in zip(chunks, stored.mismatches(0, chunks, *computed), strict=True):
-            if error > MISMATCH_LIMIT:
-                logger.warning(
-                    "chunk %s is computed again: its stored K/V at layer 0 differ by %.2g from those of its tokens",
-                    placed.chunk.key.digest[:12],
-                    error,
-                )
-                self._drop(placed)
+    def _leave_layer(self) -> None:
+        """Remove the hooks from the layer that runs and from its attention."""
+        if self._kind.has_hooks:
+            self._kind.leave()
+        if self._capture is not None:
+            self._capture.close()
+            self._capture = None
 
     def _begin(self, call: LayerCall) -> None:
-        """Leave out the rows that need no computing, and select now if the selector needs no K and V."""
-        plan = self.context.plan
+        """Select now, if the selector needs no K and V, and leave out the rows that need no computing."""
+        plan = self.plan
         device = call.hidden.device
         plan.move_to(device)
-        counts, selected = plan.stored_counts, None
+        if plan.has_padding:
+            self._written = plan.real
+
+        # Select
+        counts = plan.stored_counts
+        selected = None
         if self._first_ratio is not None:
-            selected, counts = self._selection.select(0, Rows.every(plan.reusable), None, self._first_ratio)
-        self._narrow(counts)
+            selected, counts = self._select(0, Rows.every(plan.reusable), None, self._first_ratio)
+        self._selected_counts = counts
+        self._is_narrowed = counts != plan.stored_counts
+
+        # The rows that run: without exact K and V, and of the reusable ones those that are selected
         total = [fresh + stored for fresh, stored in zip(plan.fresh_counts, counts, strict=True)]
         if min(total) == self.width:
             return
-        computes_all = counts == plan.stored_counts and any(counts)
-        fresh = plan.fresh(with_reusable=computes_all)
-        is_known = min(total) == max(total) and (computes_all or not any(counts))
-        if is_known and not self._needs_same_columns:
-            self._rows = Rows.at([np.flatnonzero(row).tolist() for row in fresh], device)
+        computes_all = not self._is_narrowed and any(counts)
+        active = plan.fresh(with_reusable=computes_all)
+        is_known = computes_all or not any(counts)
+        if is_known and min(total) == max(total) and not self._needs_same_columns:
+            self._rows = Rows.at([np.flatnonzero(row).tolist() for row in active], device)
             return
-        active = torch.from_numpy(fresh).to(device)
+        marks = torch.from_numpy(active).to(device)
         if selected is not None:
-            active = active | selected
-        self._rows = Rows.of(active, total, self._needs_same_columns)[0]
+            marks = marks | selected
+        self._rows = Rows.of(marks, total, self._needs_same_columns)[0]
 
-    def _narrow(self, counts: list[int]) -> None:
-        """So many reusable tokens of each batch entry are computed from now on."""
-        self._selected_counts = counts
-        self._is_narrowed = counts != self.context.plan.stored_counts
+    def _narrow(self, index: int, call: LayerCall, ratio: float) -> None:
+        """Continue with those of the active rows that are selected or have no stored KV."""
+        plan = self.plan
+        rows = self._rows or Rows.every(plan.real)
+        computed = self._opened.get(index) or self._kind.computed()
+        selected, counts = self._select(index, rows, computed, ratio)
+        self._selected_counts = [min(pair) for pair in zip(counts, self._selected_counts, strict=True)]
+        self._is_narrowed = self._selected_counts != plan.stored_counts
+        total = [sum(pair) for pair in zip(plan.fresh_counts, self._selected_counts, strict=True)]
+        remaining = ~rows.take(plan.reusable) | selected
+        if plan.has_padding:
+            remaining = remaining & rows.take(plan.real)
+        if self._rows is None or tuple(total) != self._rows.counts:
+            self._keep_rows(index, call, *rows.keep(remaining, total, self._needs_same_columns))
 
-    def _drop(self, placed: PlacedChunk) -> None:
-        self.context.plan.drop(placed)
-        self.context.report.refused_chunks += 1
+    def _select(self, index: int, rows: Rows, fresh: KV | None, ratio: float) -> tuple[Tensor, list[int]]:
+        """Mark the tokens that are computed from a layer on, `[batch, rows]`; also returns how many of each entry."""
+        began_s = time.perf_counter()
+        counts = [self.selector.count(ratio, tokens) for tokens in self.plan.stored_counts]
+        view = self._view(index, rows, fresh if self._first_scores is None else None)
+        if not any(counts):
+            scores = torch.zeros_like(view.reusable, dtype=torch.float32)
+        elif self._first_scores is not None:
+            scores = rows.take(self._first_scores)
+        else:
+            scores = self.selector.score(view)
+            if not self.selector.needs_kv:
+                self._first_scores = scores
+        selected = highest(scores.to(view.reusable.device), view.reusable, counts)
+        if index == self._first_check:
+            self.report._chosen.append((rows.columns, selected, self.request.past))
+        self.report.select_ms += 1e3 * (time.perf_counter() - began_s)
+        return selected, counts
+
+    def _view(self, index: int, rows: Rows, fresh: KV | None) -> TokenView:
+        """What the selector sees of some rows at a layer."""
+        table = self.plan.token_table()
+        chunk, offset, tokens = table if rows.is_all else table.gather(2, rows.columns.expand(3, *rows.columns.shape))
+        if rows.filler is not None:
+            chunk = chunk.masked_fill(rows.filler, -1)
+        optional: dict[str, Any] = {}
+        if self.selector.needs_question:
+            optional["probe"] = self.run_probe
+        if fresh is not None:
+            optional["pair"] = lambda which: rows.take_pair((fresh[which], self._stored(index, fresh, which)))
+        layers = len(self._with_keys)
+        return TokenView(index, rows.columns, chunk >= 0, chunk, offset, tokens, num_layers=layers, **optional)
+
+    def _stored(self, index: int, states: KV, which: int) -> Tensor:
+        """A copy of K (0) or V (1), or projections, of all new tokens, overwritten by the realigned stored chunks."""
+        chunks = [placed for placed in self.plan.chunks if not placed.exact]
+        layout = self.plan.chunks[0].chunk.layout.layers[index]
+        fresh = states[which]
+        if len(layout) == 1:
+            projections = fresh.clone()
+            self.realigner.write_beside(index, chunks, projections)
+            return projections
+        heads, width, dtype = layout[which]
+        form = (fresh.shape[0], heads, fresh.shape[2], width)
+        filled = fresh.clone() if fresh.shape == form else fresh.new_zeros(form, dtype=dtype)
+        self.realigner.write(index, chunks, filled, first=which)
+        return filled
 
     def _run_until_kv(self, index: int, call: LayerCall) -> None:
         """Run a layer until what it keeps is known for the active rows."""
-        context = self.context
         kind = self._kind
-        plan = context.plan
-        layer = self._layers[index]
-        past = context.request.past
-        context.report._work.append(Work(index, True, self.columns, plan.reusable, plan.real, past))
+        layer = self.layers[index]
+        self._record_work(index, kv_only=True)
         self._awaited = set(kind.parts)
         before = kind.snapshot(layer) if kind.has_hooks else None
         try:
@@ -532,21 +481,84 @@ class Prefill(LayerPass):
             if kind.has_hooks:
                 kind.restore(layer, before)
         raise UnsupportedModelError(
-            f"layer {index} of {type(self.context.model).__name__} ran to its end without handing K and V to the "
-            "cache, but blending waits for them there. Use full prefill for this model."
+            f"layer {index} of {type(self.model).__name__} ran to its end without handing K and V to the cache, but "
+            "blending waits for them there. Use full prefill for this model."
         )
 
-    def _select(self, index: int, call: LayerCall, ratio: float) -> None:
-        """Continue with those of the active rows that are selected or have no stored KV."""
-        plan = self.context.plan
-        rows = self._rows or Rows.every(plan.real)
-        computed = self._buffers.open.get(index) or self._kind.computed()
-        selected, counts = self._selection.select(index, rows, computed, ratio)
-        counts = [min(pair) for pair in zip(counts, self._selected_counts, strict=True)]
-        self._narrow(counts)
-        total = [sum(pair) for pair in zip(plan.fresh_counts, counts, strict=True)]
-        remaining = ~rows.take(plan.reusable) | selected
-        if plan.has_padding:
-            remaining = remaining & rows.take(plan.real)
-        if self._rows is None or tuple(total) != self._rows.counts:
-            self._keep_rows(index, call, *rows.keep(remaining, total, self._needs_same_columns))
+    def _keep_rows(self, index: int, call: LayerCall, rows: Rows, remaining: Tensor | None) -> None:
+        """Let a layer run for some rows: those at `[batch, kept]` of its hidden states; None: all of these."""
+        taken = {self.width: rows.columns}
+        if remaining is not None:
+            if self._row_axis is None:  # several streams of rows are before the batch in Gemma 3n, behind rows in HYV4
+                batch, count, *more = call.hidden.shape
+                self._row_axis = 1 if len(more) == 1 or (batch, count) == self.plan.real.shape else 2
+            call.hidden = gather_rows(call.hidden, remaining, self._row_axis)
+            if self._rows is not None and self._rows is not rows:
+                taken.setdefault(self._rows.columns.shape[1], remaining)  # what earlier layers made of these rows
+        self._arguments.cut(index, call, rows, self._model_mask, self._kind.attends, taken)
+        self._rows = rows
+        if self._counts_positions:
+            columns = rows.columns[0]
+            self.past = self.request.past + columns - torch.arange(len(columns), device=columns.device)
+        if self._kind.has_hooks:
+            self._kind.take_rows(self, call, rows)
+
+    def _open(self, index: int, keys: Tensor, values: Tensor) -> None:
+        """Open a layer's columns for the new tokens, and write what is stored.
+
+        Where stored chunks are in memory, layers that look alike are opened and written several at a time, up to the
+        next check layer. One that turns out to be unlike the first of them, by its device, dtype or rotary table, is
+        opened again, and from then on each alone.
+        """
+        if index in self._opened:
+            if self._is_as_opened(index, keys):
+                return
+            self._opens_several = False
+            self.layers[index].reset()
+
+        # Open
+        chunks = self.stored_chunks()
+        group = range(index, index + 1)
+        opened = None
+        if self._opens_several and not keys.requires_grad:
+            checks = () if self._is_narrowed else tuple(self._ratios)
+            group = self.realigner.group(index, chunks, (*checks, self._last), keys.device)
+        if len(group) > 1:
+            first, *others = (self.layers[layer] for layer in group)
+            opened = first.open_with(others, self.width, keys, values)
+        if opened is None:
+            opened = self.layers[index].open(self.width, keys, values)
+            self._opened[index] = opened
+        else:
+            for number, layer in enumerate(group):
+                self._opened[layer] = opened[0][number], opened[1][number]
+                self._opened_with[layer] = index
+
+        # Write
+        if self._written is not None and self._rows is not None:  # NaN would pass a mask
+            for states in opened:
+                states.masked_fill_(~self._written.to(states.device)[:, None, :, None], 0)
+        if opened is not self._opened[index]:
+            self.realigner.write(index, chunks, *opened)
+        else:
+            (self.loader or self.realigner).write(index, chunks, *opened)
+
+    def _is_as_opened(self, index: int, keys: Tensor) -> bool:
+        """Whether a layer that was opened with an earlier one has the same device, dtype and rotary table."""
+        opened = self._opened[index][0]
+        table = self.realigner.tables[index]
+        first_table = self.realigner.tables[self._opened_with[index]]
+        if table is not None and first_table is not None:
+            table, first_table = table[0], first_table[0]
+        return opened.device == keys.device and opened.dtype == keys.dtype and table is first_table
+
+    def _settle(self, index: int) -> None:
+        """The layers before this one are done: free their columns beyond their windows."""
+        for done in [layer for layer in self._opened if layer < index and not self.layers[layer].keeps_all]:
+            del self._opened[done]
+            self.layers[done].settle()
+
+    def _record_work(self, index: int, kv_only: bool) -> None:
+        """Write down what a layer computes, for the report."""
+        plan = self.plan
+        self.report._work.append(Work(index, kv_only, self.columns, plan.reusable, plan.real, self.request.past))

@@ -282,22 +282,6 @@ class Plan:
             self.stored_counts[placed.row] -= tokens
 
 
-@dataclass(frozen=True)
-class ChunkOrigin:
-    """What the chunks of a prompt are computed from, besides their tokens.
-
-    Attributes:
-        prefix_ids: the ids before each chunk while it is computed.
-        tokenizer: digest of the one that made the prompt's ids; stored with what is computed.
-        placeholders: ids that stand for something else than text; a chunk that holds one is neither looked up nor
-            computed alone.
-    """
-
-    prefix_ids: tuple[int, ...]
-    tokenizer: str = ""
-    placeholders: Set[int] = frozenset()
-
-
 class Planner:
     """Finds chunks in prompts, fetches them from a store, and computes those that are missing.
 
@@ -305,8 +289,11 @@ class Planner:
         model: which runs.
         store: where chunks are kept.
         fingerprint: of the model as it is now.
-        origin: what chunks are computed from.
+        chunk_prefix_ids: the ids before each chunk while it is computed.
         config: the settings of the blend.
+        tokenizer: digest of the one that made the prompt's ids; stored with what is computed.
+        placeholders: ids that stand for something else than text; a chunk that holds one is neither looked up nor
+            computed alone.
     """
 
     def __init__(
@@ -314,15 +301,19 @@ class Planner:
         model: nn.Module,
         store: ChunkStore,
         fingerprint: str,
-        origin: ChunkOrigin,
+        chunk_prefix_ids: tuple[int, ...],
         config: BlendConfig | None = None,
+        tokenizer: str = "",
+        placeholders: Set[int] = frozenset(),
     ) -> None:
         self._config = config or BlendConfig()
         self._text_config = text_config(model)
         self._model = model
         self._store = store
         self._fingerprint = fingerprint
-        self._origin = origin
+        self._prefix_ids = chunk_prefix_ids
+        self._tokenizer = tokenizer
+        self._placeholders = placeholders
         self._fetched: dict[ChunkKey, ChunkKV] = {}
         self._canaries: set[str] = set()  # those that were found to be the model's
         longest = getattr(self._text_config, "max_position_embeddings", None)
@@ -377,7 +368,7 @@ class Planner:
 
     def _advised(self, plan: Plan, keys: Sequence[ChunkKey]) -> set[ChunkKey]:
         """The chunks that the controller would rather have computed; more is recomputed where loading hides it."""
-        chunks = [key for key in dict.fromkeys(keys) if key.chunk_prefix_ids == self._origin.prefix_ids]  # no prefix
+        chunks = [key for key in dict.fromkeys(keys) if key.chunk_prefix_ids == self._prefix_ids]  # no prefix
         least_ratio = plan.config.recompute_ratio
         if chunks:
             plan.advice = self._store.controller.decide(chunks, least_ratio)
@@ -396,10 +387,10 @@ class Planner:
         named = list(row.spans or ())
         spans = []
         for span in named:
-            key = self._key(self._origin.prefix_ids, span.token_ids)
+            key = self._key(self._prefix_ids, span.token_ids)
             spans.append(ChunkSpan(span.start, key, span.first, span.tokens))
         if row.spans is None or row.is_searched:
-            for hit in self._store.find(self._fingerprint, self._origin.prefix_ids, row.ids):
+            for hit in self._store.find(self._fingerprint, self._prefix_ids, row.ids):
                 here = Span(hit.start, (), 0, hit.tokens)
                 if not any(here.overlaps(span) for span in named):
                     spans.append(hit)
@@ -414,7 +405,7 @@ class Planner:
         prefix = first[: row.prefix or 0]
         if row.spans is not None and row.prefix is None:
             prefix = first
-        if not prefix and first == self._origin.prefix_ids:
+        if not prefix and first == self._prefix_ids:
             prefix = first
         if prefix:
             spans.insert(0, ChunkSpan(0, self._key((), prefix), 0, len(prefix)))
@@ -426,7 +417,7 @@ class Planner:
     def _is_usable(self, key: ChunkKey) -> bool:
         """Whether a chunk is text that fits the model's positions behind its prefix."""
         tokens = len(key.chunk_prefix_ids) + len(key.token_ids)
-        return tokens <= self._most_tokens and self._origin.placeholders.isdisjoint(key.token_ids)
+        return tokens <= self._most_tokens and self._placeholders.isdisjoint(key.token_ids)
 
     def _place_chunks(
         self, plan: Plan, number: int, row: PromptRow, spans: list[ChunkSpan]
@@ -468,7 +459,7 @@ class Planner:
                 column = columns[0]
             fields = {"row": number, "start": column, "exact": exact, "number": index, "count": count}
             placed.append((key, {**fields, "first": inside + first - offset}))
-            if first == offset and key.chunk_prefix_ids == self._origin.prefix_ids:
+            if first == offset and key.chunk_prefix_ids == self._prefix_ids:
                 plan.found["seam_tokens"] += len(key.token_ids) - tokens
         return placed
 
@@ -518,7 +509,7 @@ class Planner:
         plan.kept_ratio = sum(tokens[key] for key in tokens if self._store.contains(key)) / sum(tokens.values())
 
     def _compute(self, keys: Sequence[ChunkKey]) -> Iterator[ChunkKV]:
-        return compute_chunks(self._model, keys, self._origin.tokenizer)
+        return compute_chunks(self._model, keys, self._tokenizer)
 
 
 @lru_cache(maxsize=1024)

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from ..model.anatomy import LayerCall, cache_argument, without_cache
 from ..model.attention import ROWS, AttentionCapture, StopForward
 from ..selectors.attention import Attention
-from ..selectors.base import KV, Receive
-from .blend import LayerPass, PrefillContext
-from .report import BlendReport, Work
+from ..selectors.base import Receive
+from .blend import Prefill
+from .plan import PlacedChunk
+from .report import BlendReport
 from .rows import Rows
 
 
@@ -102,52 +103,69 @@ def _indexed(mask: Tensor, indices: Tensor, keys: int) -> Tensor:
     return mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
 
 
-class ProbePass(LayerPass):
-    """The rows of the question, which attend to all that is stored."""
+class ProbePass(Prefill):
+    """A prefill of the question's rows, which attend to all that is stored; it selects nothing."""
 
-    def __init__(self, context: PrefillContext, layers: Sequence[Any], observer: AttentionObserver) -> None:
-        """Prepare to pass the question's attention on to an observer."""
-        super().__init__(context, layers, context.realigner)
+    def __init__(self, prefill: Prefill, layers: Sequence[Any], observer: AttentionObserver) -> None:
+        """Prepare to pass the question's attention on to an observer, in the midst of a prefill."""
+        super().__init__(
+            prefill.model,
+            layers,
+            prefill.request,
+            prefill.plan,
+            BlendReport(_costs=prefill.report._costs),
+            prefill.realigner,
+            prefill.selector,
+            prefill.run_probe,
+            prefill.extras,
+        )
         self._observer = observer
-        self._report = BlendReport(_costs=context.report._costs)
-        self._written: Tensor | None = None  # `[batch, tokens]`: columns that will have K and V; None: all
+        self._charge = prefill.report.charge
+
+    def _schedule(self, with_states: Sequence[int]) -> None:
+        """Select nowhere."""
 
     def enter(self, index: int, call: LayerCall) -> None:
         """Let a layer run for rows of the question."""
-        table = self.context.realigner.known_table(index, self.begin_layer(index, call))
-        self.context.realigner.tables.setdefault(index, table)
+        table = self.realigner.known_table(index, self._begin_layer(index, call))
+        self.realigner.tables.setdefault(index, table)
         if index == 0:
             self._choose_rows(call.hidden.device)
         if self._rows is not None:
             self._keep_rows(index, call, self._rows, self._rows.columns if index == 0 else None)
-        plan, is_last = self.context.plan, False
+        is_last = False
         if index in self._with_keys:
             number = self._with_keys.index(index)  # selectors count these
             if self._observer.takes(number):
-                columns = (self._rows or Rows.every(plan.real)).columns
+                columns = (self._rows or Rows.every(self.plan.real)).columns
                 take = partial(self._observer.take, number)
-                self._capture = AttentionCapture(
-                    call.layer, attention_of(columns, self.width, self._report.charge, take)
-                )
+                attend = attention_of(columns, self.width, self.report.charge, take)
+                self._capture = AttentionCapture(call.layer, attend)
                 self._capture.open(call.cache)
                 is_last = number == self._observer.last
-        past = self.context.request.past
-        self._report._work.append(Work(index, is_last, self.columns, plan.reusable, plan.real, past))
-
-    def update(self, index: int, keys: Tensor, values: Tensor) -> KV:
-        """Write K and V of the rows, `[batch, kv_heads, rows, head_dim]`, and return those of all tokens."""
-        self.write_layer(index, keys, values, (), self._written)
-        return self._layers[index].keys, self._layers[index].values
+        self._record_work(index, kv_only=is_last)
 
     def end(self) -> None:
         """Remove the hooks, and charge the forward for what the probe computed."""
-        self.remove_hooks()
-        report = self._report
-        self.context.report.charge(lambda: report.flops)  # a reference to this object would keep the cache alive
+        self._leave_layer()
+        report = self.report
+        self._charge(lambda: report.flops)  # a reference to this object would keep the cache alive
+
+    def stored_chunks(self) -> list[PlacedChunk]:
+        """All chunks: none of their tokens is computed."""
+        return self.plan.chunks
+
+    def is_compared(self, index: int) -> bool:
+        """Return False: nothing is."""
+        return False
+
+    def check_stored(self, computed: Sequence[Tensor]) -> None:
+        """Do nothing: the prefill itself compares."""
 
     def _choose_rows(self, device: torch.device) -> None:
         """Compute what is fresh, or as many rows of the question as the observer asks for."""
-        plan, observer = self.context.plan, self._observer
+        plan = self.plan
+        observer = self._observer
         plan.move_to(device)
         active = plan.fresh(with_reusable=False)
         if plan.has_padding:
@@ -167,13 +185,14 @@ class ProbePass(LayerPass):
 
 
 @torch.no_grad()
-def run_probe(model: nn.Module, cache: Any, context: PrefillContext) -> None:
+def run_probe(probe: ProbePass, cache: Any) -> None:
     """Run the decoder over the new tokens; a plain prompt needs no mask."""
-    request, plan = context.request, context.plan
+    request = probe.request
+    plan = probe.plan
     names = ["input_ids", "position_ids"]
     if len(plan.counts) > 1 or plan.has_padding or request.past:
         names.append("attention_mask")
     arguments = {name: request.arguments[name] for name in names if request.arguments.get(name) is not None}
-    decoder = model.get_decoder()
+    decoder = probe.model.get_decoder()
     with contextlib.suppress(StopForward):
         decoder(**{**without_cache(arguments), **cache_argument(decoder, cache), "use_cache": True})

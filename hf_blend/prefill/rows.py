@@ -2,18 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tokens are still computed: a sorted set of columns per batch entry, which shrinks from layer to layer.
 
-`TokenSelection` chooses them, and `RowArguments` cuts what the model made for all tokens to them. The mask is, for
-eager, an additive one; for sdpa the rows' `RowLines`, attended by blocks; for flex the model's block mask at the rows'
-columns. Flash attention has no mask that could say where scattered rows are, and reads their positions as those of
-packed sequences: layers with scattered rows go through sdpa, which is logged once.
+`RowArguments` cuts what the model made for all tokens to them. The mask is, for eager, an additive one; for sdpa the
+rows' `RowLines`, attended by blocks; for flex the model's block mask at the rows' columns. Flash attention has no mask
+that could say where scattered rows are, and reads their positions as those of packed sequences: layers with scattered
+rows go through sdpa, which is logged once.
 """
 
 import logging
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,10 +21,11 @@ from torch.nn.attention.flex_attention import BlockMask
 from ..errors import UnsupportedModelError
 from ..model.anatomy import LayerCall, gather_rows
 from ..model.attention import ROWS, STOCK, MadeLines, cut_block_mask, is_flash, register_attention, row_lines
-from ..selectors.base import KV, TokenView
 
-if TYPE_CHECKING:
-    from .blend import PrefillContext
+logger = logging.getLogger(__name__)
+
+Taken = Mapping[int, Tensor]  # number of rows → which of them are kept, `[batch, kept]`; all tokens first
+_warned: set[str] = set()  # attention implementations of which a warning was logged
 
 
 @dataclass
@@ -148,97 +148,6 @@ def highest(scores: Tensor, eligible: Tensor, counts: Sequence[int]) -> Tensor:
     return marks.scatter_(1, order, is_chosen) & eligible
 
 
-@dataclass
-class TokenSelection:
-    """Runs the selector of one forward."""
-
-    context: "PrefillContext"
-    with_keys: Sequence[int]  # the layers that keep K and V; a selector counts these only
-    first_scores: Tensor | None = None  # of a selector that sees no layer: later ones select by the same
-    is_first: bool = True
-
-    def schedule(self, stateful: Sequence[int]) -> tuple[float | None, dict[int, float]]:
-        """The share of the reusable tokens to compute from the first layer on, and the shares by later check layer.
-
-        A selector that needs no K and V selects before the first layer, with the first check layer's ratio, and again
-        at the later check layers. A selection of no tokens is settled before the first layer too. A check layer
-        without states to compare is moved to the next of `stateful`, the layers that have them.
-        """
-        context = self.context
-        before = None
-        later: dict[int, float] = {}
-        ratios = context.plan.config.ratios(len(context.layers))
-        if not context.selector.count(max(ratios.values()), context.plan.real.numel()):
-            return 0.0, {}
-        if not context.selector.needs_kv:
-            before = ratios.pop(min(ratios))
-        for layer, ratio in sorted(ratios.items()):
-            index = next((index for index in stateful if index >= layer), None)
-            if index is not None:
-                later[index] = ratio
-        return before, later
-
-    def select(self, index: int, rows: Rows, fresh: KV | None, ratio: float) -> tuple[Tensor, list[int]]:
-        """Mark the tokens that are computed from a layer on, `[batch, rows]`; also returns how many of each entry."""
-        began_s, context = time.perf_counter(), self.context
-        counts = [context.selector.count(ratio, tokens) for tokens in context.plan.stored_counts]
-        view = self._view(index, rows, fresh if self.first_scores is None else None)
-        if not any(counts):
-            scores = torch.zeros_like(view.reusable, dtype=torch.float32)
-        elif self.first_scores is not None:
-            scores = rows.take(self.first_scores)
-        else:
-            scores = context.selector.score(view)
-            if not context.selector.needs_kv:
-                self.first_scores = scores
-        selected = highest(scores.to(view.reusable.device), view.reusable, counts)
-        if self.is_first:
-            context.report._chosen.append((rows.columns, selected, context.request.past))
-            self.is_first = False
-        context.report.select_ms += 1e3 * (time.perf_counter() - began_s)
-        return selected, counts
-
-    def _view(self, index: int, rows: Rows, fresh: KV | None) -> TokenView:
-        table = self.context.plan.token_table()
-        kinds = table if rows.is_all else table.gather(2, rows.columns.expand(3, *rows.columns.shape))
-        chunk, offset, tokens = kinds
-        chunk = chunk if rows.filler is None else chunk.masked_fill(rows.filler, -1)
-        optional: dict[str, Any] = {"probe": self.context.probe} if self.context.selector.needs_question else {}
-        if fresh is not None:
-            optional["pair"] = lambda which: rows.take_pair((fresh[which], self._stored(index, fresh, which)))
-        return TokenView(
-            index,
-            rows.columns,
-            chunk >= 0,
-            chunk,
-            offset,
-            tokens,
-            num_layers=len(self.with_keys),
-            **optional,
-        )
-
-    def _stored(self, index: int, states: KV, which: int) -> Tensor:
-        """A copy of K (0) or V (1), or projections, of all new tokens, overwritten by the realigned stored chunks."""
-        plan, realigner = self.context.plan, self.context.realigner
-        chunks = [placed for placed in plan.chunks if not placed.exact]
-        layout = plan.chunks[0].chunk.layout.layers[index]
-        if len(layout) == 1:
-            projections = states[which].clone()
-            realigner.write_beside(index, chunks, projections)
-            return projections
-        (heads, width, dtype), fresh = layout[which], states[which]
-        form = (fresh.shape[0], heads, fresh.shape[2], width)
-        filled = fresh.clone() if fresh.shape == form else fresh.new_zeros(form, dtype=dtype)
-        realigner.write(index, chunks, filled, first=which)
-        return filled
-
-
-logger = logging.getLogger(__name__)
-
-Taken = Mapping[int, Tensor]  # number of rows → which of them are kept, `[batch, kept]`; all tokens first
-_warned: set[str] = set()  # attention implementations of which a warning was logged
-
-
 class RowArguments:
     """Cuts the arguments of one forward's layers; what several layers are given is cut once for the same rows."""
 
@@ -261,6 +170,7 @@ class RowArguments:
         self._past = past
         self._width = width
         self._is_flash = is_flash(self._implementation)
+        self._takes_lines = self._is_flash or self._implementation == STOCK
         self._handing_on = handing_on
         register_attention(self._implementation)
         # What was cut, each with what it was cut from; few, so that they are searched one by one
@@ -274,8 +184,15 @@ class RowArguments:
         rotary tables may come as a tuple.
         """
         for name, value in call.given.items():
-            if name in call.arguments and name != call.mask_name and isinstance(value, (Tensor, tuple, list)):
-                call.arguments[name] = self._cut_argument(value, rows, taken)
+            if name == call.mask_name or name not in call.arguments or not isinstance(value, (Tensor, tuple, list)):
+                continue
+            for known, of_rows, cut in self._arguments:
+                if known is value and of_rows is rows:
+                    call.arguments[name] = cut
+                    break
+            else:
+                call.arguments[name] = _rows(value, taken)
+                self._arguments.append((value, rows, call.arguments[name]))
         if not attends:
             return
         if self._is_flash and index not in self._handing_on:
@@ -290,15 +207,6 @@ class RowArguments:
             call.arguments[ROWS] = made
         else:
             call.arguments[call.mask_name] = made
-
-    def _cut_argument(self, value: Any, rows: Rows, taken: Taken) -> Any:
-        """An argument's part for some rows; several layers are given the same one."""
-        for known, of_rows, cut in self._arguments:
-            if known is value and of_rows is rows:
-                return cut
-        cut = _rows(value, taken)
-        self._arguments.append((value, rows, cut))
-        return cut
 
     def _cut_mask(self, index: int, rows: Rows, mask: Any, is_kept: bool) -> Any:
         """A layer's mask for some rows; layers with the same mask and window share it."""
@@ -335,10 +243,6 @@ class RowArguments:
         if self._implementation == "eager" and model_mask is None:  # a boolean mask that a model made it expects
             return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, torch.finfo(torch.float32).min)
         return mask
-
-    @property
-    def _takes_lines(self) -> bool:
-        return self._is_flash or self._implementation == STOCK
 
 
 def _rows(value: Any, taken: Taken) -> Any:
