@@ -94,6 +94,20 @@ def prompt(tokens, seed=0, rows=1):
     return torch.randint(3, 100, (rows, tokens), generator=torch.Generator().manual_seed(seed))
 
 
+def states_of(cache):
+    """K and V of every layer."""
+    states = []
+    for layer in cache.layers:
+        states += [layer.keys, layer.values]
+    return states
+
+
+def check_equal(got, expected):
+    """Tensors are equal, each to its like."""
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(one, other)
+
+
 def hooks(model):
     """How many hooks a model carries, without those by which living caches hear of its forwards."""
     count = 0

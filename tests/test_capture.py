@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A chunk is computed behind its prefix as if alone, in full; the model does not notice."""
 
-from importlib.util import find_spec
-
 import pytest
 import torch
 from tiny_models import tiny_model as zoo_model
@@ -15,7 +13,7 @@ from hf_blend.model.anatomy import decoder_layers, decoder_of
 from hf_blend.model.capture import LEAST_SHARED, capture, capture_chunk, capture_chunks
 from hf_blend.model.checks import KV, allowed_of, relative_error
 from hf_blend.store.chunk import ChunkKey
-from tests.asking import longrope, raising
+from tests.asking import check_equal, longrope, raising
 
 CHUNK = tuple(range(10, 40))
 WINDOWS = {"head_dim": 16, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
@@ -81,19 +79,14 @@ def check_tables(chunk, one):
 @pytest.mark.parametrize("sink", [(), (1,), (1, 5, 6)])
 def test_capture_chunk_gives_states_of_plain_forward_without_sink(shared_model, sink):
     model = shared_model()
-    plain = DynamicCache()
+    key = ChunkKey("f", sink, CHUNK)
     chunk = capture_chunk(model, CHUNK, sink, "f")
-    model(torch.tensor([[*sink, *CHUNK]]), past_key_values=plain)
-    for (keys, values), layer in zip(chunk.layers, plain.layers, strict=True):
-        assert torch.equal(keys, layer.keys[0, :, len(sink) :])
-        assert torch.equal(values, layer.values[0, :, len(sink) :])
-    assert chunk.key.chunk_prefix_ids == sink
-    assert chunk.key.token_ids == CHUNK
-    assert chunk.tokens == len(CHUNK)
+    assert chunk.key == key
+    for pair in side_by_side(chunk.layers, alone(model, key)):
+        assert torch.equal(*pair)
     positions = torch.arange(len(sink), len(sink) + len(CHUNK))
-    cos, sin = model.model.rotary_emb(torch.zeros(1), positions[None])
-    assert torch.equal(chunk.tables[0][0], cos[0])
-    assert torch.equal(chunk.tables[0][1], sin[0])
+    table = model.model.rotary_emb(torch.zeros(1), positions[None])
+    check_equal(chunk.tables[0], (table[0][0], table[1][0]))
     chunk.check()
 
 
@@ -174,10 +167,7 @@ def test_capture_chunks_lets_no_bit_depend_on_other_chunks(shared_model):
 def test_prefix_is_computed_with_each_chunk_where_states_or_frequencies_depend_on_it(tiny_model):
     scaled = tiny_model("phi3", rope_parameters=longrope(32), original_max_position_embeddings=32)
     (key,) = keys_of(31, sink=PREFIX)
-    models = [scaled]
-    if find_spec("hf_blend.hybrids"):  # which the core does without
-        models.append(zoo_model("bamba"))
-    for model in models:
+    for model in (scaled, zoo_model("bamba")):
         list(capture_chunks(model, [key]))
         calls = tokens_of_calls(model)
         list(capture_chunks(model, [key]))

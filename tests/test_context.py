@@ -53,7 +53,6 @@ def test_default_prefix_is_bos_alone_where_text_does_not_suit(model, why):
     if why == "few positions":
         model = tiny_model("llama", max_position_embeddings=LEAST_POSITIONS - 1)
     if why == "a mixer":
-        pytest.importorskip("hf_blend.hybrids")  # which the core does without
         model = tiny_model("qwen3_next", max_position_embeddings=2048)
     assert default_prefix(model, tokenizer) == (model.config.bos_token_id,)
 

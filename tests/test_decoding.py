@@ -9,7 +9,7 @@ from hf_blend import BlendCache
 from hf_blend.errors import PromptError
 from hf_blend.model.identity import fingerprint
 from hf_blend.store.chunk import ChunkKey
-from tests.asking import THREE, prepared
+from tests.asking import THREE, check_equal, prepared, states_of
 from tests.asking import generated as run
 from tests.conftest import IS_OLDEST, random_ids, random_pieces, shared_zoo_model
 
@@ -22,39 +22,20 @@ def turn_of(seed):
     return {"chunks": drawn["chunks"], "question": drawn["question"]}
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_neox"])
-def test_history_at_ratio_1_goes_on_as_without_cache(family):
-    model = shared_zoo_model(family)
-    cache, inputs = prepared(model, REQUEST, recompute_ratio=1.0)
-    output = run(model, inputs, cache)
-    for turn in range(3):
-        held = cache.get_seq_length()
-        inputs = cache.inputs(None, **turn_of(turn + 5), prefix=output[0])
-        assert torch.equal(inputs["input_ids"][:, : output.shape[1]], output)
-        expected = run(model, inputs)
-        output = run(model, inputs, cache)
-        assert torch.equal(output, expected)
-        assert cache.report.past_tokens == held
-        assert cache.report.reusable_tokens == 35
-        assert cache.report.exact_tokens == 0
-
-
 @torch.no_grad()
 def test_history_keeps_its_own_states_and_new_chunks_go_behind_it(shared_model, store):
     model = shared_model()
     cache, inputs = prepared(model, REQUEST, store=store, recompute_ratio=0.15)
     output = run(model, inputs, cache)
     held = cache.get_seq_length()
-    before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+    before = [states.clone() for states in states_of(cache)]
     turn = turn_of(5)
     run(model, cache.inputs(None, **turn, prefix=output[0]), cache)
     assert cache.report.computed_chunks == 2
     (chosen,) = cache.report.chosen_columns
     assert len(chosen) == 6
     assert min(chosen) > held
-    for layer, (keys, values) in zip(cache.layers, before, strict=True):
-        assert torch.equal(layer.keys[:, :, :held], keys)
-        assert torch.equal(layer.values[:, :, :held], values)
+    check_equal([states[:, :, :held] for states in states_of(cache)], before)
     key = ChunkKey(fingerprint(model), (1,), turn["chunks"][1])
     _, stored = store.get(key).layers[3]
     start = held + 1 + 14

@@ -80,6 +80,13 @@ def test_file_with_two_plugins_is_refused_and_private_classes_and_imported_ones_
         plugins.load("fruits", "both")
 
 
+def test_extension_of_absent_room_is_refused_by_name(monkeypatch):
+    monkeypatch.setitem(sys.modules, "hf_blend.offload", None)
+    monkeypatch.delitem(sys.modules, "hf_blend.offload.layer", raising=False)
+    with pytest.raises(ConfigError, match=r"this needs hf_blend\.offload\.layer, which is not installed here\."):
+        plugins.extension("offload.layer")
+
+
 OURS = [(kind, name) for kind in plugins.kinds() for name in plugins.describe(kind)]
 
 

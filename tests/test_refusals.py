@@ -16,6 +16,8 @@ SETTINGS = [  # of a cache, and what the error says of them
     ({"recompute_ratio": True}, r"True.*0\.15"),
     ({"check_layers": (1, 2), "layer_ratios": (0.1, 0.2)}, r"\(0\.1, 0\.2\).*\(0\.2, 0\.1\)"),
     ({"selector": "kv_devation"}, "Did you mean 'kv-deviation'"),
+    ({"selector": "kv-deviation", "selector_options": {"onn": "k"}}, "'onn'.*on"),
+    ({"ratio": 0.1}, "recompute_ratio"),
     ({"selector_options": {"a": [float("inf")]}}, "inf.*JSON"),
     ({"kv_bits": 2}, "kv_bits is 2"),
     ({"kv_device_map": {9: "cpu"}}, r"places layer 9.*\[0, 1, 2, 3\]"),
