@@ -33,7 +33,7 @@ from tests.adapters import (
     unchanged,
     written,
 )
-from tests.asking import GREEDY, PIECES, apart, generated, memory, prompt
+from tests.asking import GREEDY, PIECES, apart, check_equal, generated, memory, prompt, states_of
 from tests.chat_templates import small_tokenizer
 from tests.sequences import fed
 
@@ -166,7 +166,7 @@ def test_blend_cache_refuses_what_it_does_not_know_to_compute_again(way):
     model = adapted()
     cache = BlendCache(model, memory(), recompute_ratio=1.0)
     output = generated(model, cache.inputs(None, **PIECES), cache)
-    before = [layer.keys.clone() for layer in cache.layers]
+    before = [states.clone() for states in states_of(cache)]
     more = torch.cat([output, prompt(3, 5)], 1)
     acts = {
         "generate": partial(model.generate, more, past_key_values=cache, **FEW),
@@ -175,8 +175,7 @@ def test_blend_cache_refuses_what_it_does_not_know_to_compute_again(way):
     refused = pytest.raises(ConfigError, match=r"were computed by another model.*adapter")
     with switched(model), refused, torch.no_grad():
         acts[way]()
-    for layer, keys in zip(cache.layers, before, strict=True):
-        assert torch.equal(layer.keys, keys)
+    check_equal(states_of(cache), before)
     expected = model.generate(output, **FEW)
     got = model.generate(output, past_key_values=cache, **FEW)
     assert torch.equal(got, expected), "it is as before"

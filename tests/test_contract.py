@@ -3,7 +3,6 @@
 """What a forward with a blend cache gives, beside stock; whose forward it may be; what may be done with the cache."""
 
 import copy
-import logging
 import pickle
 import re
 from functools import cache as remembered
@@ -181,42 +180,42 @@ KEPT = attrgetter("author", "inexact_from", "is_recording", "is_prompt_open", "c
 
 
 @torch.no_grad()
-def test_fallback_reason_is_reported_and_logged_once_where_prompt_cannot_be_searched(shared_model, pieces, caplog):
+@pytest.mark.parametrize("why", ["embeddings", "padding", "axes", "labels"])
+def test_fallback_reason_is_said_once_where_prompt_cannot_be_searched(shared_model, pieces, caplog, why):
     model = shared_model()
     store = ChunkStore.open("memory://")
     request = pieces()
     store.add(model, None, request["chunks"])
     ids = torch.tensor([[*request["prefix"], *sum(request["chunks"], []), *request["question"]]])
-    right = torch.ones_like(ids)
-    right[0, -3:] = 0
-    embed = model.get_input_embeddings()
     tokens = ids.shape[1]
-    hidden = torch.full((tokens, tokens), torch.finfo(torch.float32).min)
-    four = hidden.triu(1)[None, None]
-    ways = {
-        "inputs_embeds.*Pass input_ids": {"inputs_embeds": embed(ids)},
-        r"padding stands behind.*padding_side='left'": {"input_ids": ids, "attention_mask": right},
-        "does not have two axes": {"input_ids": ids, "attention_mask": four},
-        "labels were passed": {"input_ids": ids, "labels": ids},
-    }
-    for text, given in ways.items():
-        warn_once.cache_clear()
-        caplog.clear()
-        with caplog.at_level(logging.WARNING, logger="hf_blend"):
-            for _ in range(2):
-                cache = BlendCache(model, store, recompute_ratio=0.0)
-                cache.get_seq_length()
-                keep = 0 if "labels" in given else 1
-                got = model(**given, past_key_values=cache, logits_to_keep=keep).logits
-                assert cache.report.reusable_tokens == 0
-        expected = model(**given, past_key_values=DynamicCache()).logits
-        assert apart(got[:, -1], expected[:, -1]) <= 1e-5
-        assert re.search(text, str(cache.report))
-        assert len(caplog.records) == 1
-        assert cache.report.to_dict()["fallback_reason"] in caplog.text
-        mask = given.get("attention_mask", four)
-        expected = tokens if mask is four else int(mask.sum())
-        assert cache.report.prompt_tokens == expected
+    given = {"input_ids": ids, "logits_to_keep": 1}
+    if why == "embeddings":
+        text = "inputs_embeds.*Pass input_ids"
+        given["inputs_embeds"] = model.get_input_embeddings()(given.pop("input_ids"))
+    elif why == "padding":
+        text = r"padding stands behind.*padding_side='left'"
+        given["attention_mask"] = torch.ones_like(ids)
+        given["attention_mask"][0, -3:] = 0
+        tokens -= 3
+    elif why == "axes":
+        text = "does not have two axes"
+        hidden = torch.full((tokens, tokens), torch.finfo(torch.float32).min)
+        given["attention_mask"] = hidden.triu(1)[None, None]
+    else:
+        text = "labels were passed"
+        given |= {"labels": ids, "logits_to_keep": 0}
+    warn_once.cache_clear()
+    for _ in range(2):
+        cache = BlendCache(model, store, recompute_ratio=0.0)
+        got = model(**given, past_key_values=cache).logits
+    expected = model(**given, past_key_values=DynamicCache()).logits
+    assert apart(got[:, -1], expected[:, -1]) <= 1e-5
+    report = cache.report
+    assert report.reusable_tokens == 0
+    assert report.prompt_tokens == tokens
+    assert re.search(text, str(report))
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert report.fallback_reason in caplog.text
 
 
 @torch.no_grad()

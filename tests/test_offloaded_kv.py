@@ -12,14 +12,14 @@ import torch
 from accelerate import cpu_offload, disk_offload
 from tiny_models import tiny_model as zoo_model
 
-from hf_blend import BlendCache, BlendConfig, ConfigError, observer
+from hf_blend import BlendCache, BlendConfig, observer
 from hf_blend.cache.layers import BlendLayer
 from hf_blend.errors import OffloadError
 from hf_blend.offload import memory as placing
 from hf_blend.offload.layer import OffloadedLayer
 from hf_blend.offload.memory import GROW_TOKENS, KVMemory
 from hf_blend.offload.states import AwayLayer
-from tests.asking import GREEDY, memory
+from tests.asking import GREEDY, check_equal, memory, states_of
 from tests.asking import LONG as PIECES
 from tests.asking import asked as answered
 from tests.conftest import slow_but
@@ -66,7 +66,8 @@ class Live:
             return
         files = set()
         for layer in self.cache.kv_memory.away.values():
-            files |= {pool.untyped_storage().data_ptr() for pool in layer._pools if layer.disk_bytes}
+            if layer.disk_bytes:
+                files.update(pool.untyped_storage().data_ptr() for pool in layer._pools)
         found = {}
         for one in gc.get_objects():
             if type(one) is torch.Tensor and any(size in self.columns for size in one.shape):
@@ -171,8 +172,6 @@ def test_kv_device_map_gives_logits_of_cache_on_its_device(tmp_path, how):
     pieces = PIECES
     ways = {**WAYS, "max_new_tokens": 70, "output_logits": True, "return_dict_in_generate": True, **settings}
     places = {"kv_device_map": "cpu" if how == "here" else "disk", "offload_folder": tmp_path}
-    if how == "sampling":
-        model = copy.deepcopy(model).to(torch.bfloat16)
     if how == "batch":
         chunks = [PIECES["chunks"], [[9, 8, 7] * 30, [4, 5] * 20]]
         pieces = {**PIECES, "prefix": [[1, 4, 5]] * 2, "chunks": chunks, "question": [[5, 6, 7], [8, 9]]}
@@ -180,10 +179,9 @@ def test_kv_device_map_gives_logits_of_cache_on_its_device(tmp_path, how):
     there, found = asked(model, store, pieces, ways, **places)
     torch.manual_seed(3)
     here, expected = asked(model, store, pieces, ways)
-    assert torch.equal(found.sequences, expected.sequences)
-    assert torch.equal(torch.stack(found.logits), torch.stack(expected.logits))
-    own = {index for index, layer in enumerate(here.layers) if type(layer) is BlendLayer}
-    assert {*there.kv_memory.device_map} == own, "windows and states stay where they are"
+    check_equal([found.sequences, *found.logits], [expected.sequences, *expected.logits])
+    plain = [index for index, layer in enumerate(here.layers) if type(layer) is BlendLayer]
+    assert sorted(there.kv_memory.device_map) == plain, "windows and states stay where they are"
     assert (there.kv_memory.disk_bytes > 0) == (how != "here")
 
 
@@ -202,14 +200,15 @@ def test_kv_device_map_of_model_that_accelerate_offloads(tiny_model, tmp_path, h
     assert cache.kv_memory.disk_bytes > 0
 
 
-@pytest.mark.parametrize("failing", ["a layer", 2, 4])
-def test_forward_or_write_that_fails_leaves_what_was_there_and_can_be_asked_again(
+@pytest.mark.parametrize("failing", [2, 4])
+def test_write_that_fails_leaves_what_was_there_and_can_be_asked_again(
     model, untouched, tmp_path, monkeypatch, failing
 ):
+    """What becomes of a layer that fails is in `test_promises`."""
     places = {"kv_device_map": {1: "disk", 2: "disk"}, "offload_folder": str(tmp_path)}
     cache, first = asked(model, memory(), recompute_ratio=1.0, **places)
-    turn = {"chunks": [list(range(30, 100))], "question": [3, 4]}
-    before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+    turn = {"prefix": first[0], "chunks": [list(range(30, 100))], "question": [3, 4]}
+    before = [states.clone() for states in states_of(cache)]
     reserve = os.posix_fallocate
     calls = []
 
@@ -220,18 +219,14 @@ def test_forward_or_write_that_fails_leaves_what_was_there_and_can_be_asked_agai
         reserve(*given)
 
     with untouched(model), monkeypatch.context() as patch:
-        more = cache.inputs(None, **turn, prefix=first[0])
+        more = cache.inputs(None, **turn)
         patch.setattr(os, "posix_fallocate", full)
-        if failing == "a layer":
-            patch.setattr(cache.layers[2], "_shown", lambda: 1 / 0)  # opened by then, and the two before it settled
-        with pytest.raises((OffloadError, ZeroDivisionError), match=r"No space left|division"):
+        with pytest.raises(OffloadError, match="No space left"):
             model.generate(**more, past_key_values=cache, **WAYS)
-    for layer, (keys, values) in zip(cache.layers, before, strict=True):
-        assert torch.equal(layer.keys, keys)
-        assert torch.equal(layer.values, values)
-    whole = torch.tensor([[*first[0].tolist(), *turn["chunks"][0], *turn["question"]]])
-    got = model.generate(**cache.inputs(None, **turn, prefix=first[0]), past_key_values=cache, **WAYS)
-    assert torch.equal(got, model.generate(whole, **WAYS))
+    check_equal(states_of(cache), before)
+    inputs = cache.inputs(None, **turn)
+    got = model.generate(**inputs, past_key_values=cache, **WAYS)
+    assert torch.equal(got, model.generate(inputs["input_ids"], **WAYS))
 
 
 def test_away_layer_is_refused_in_forked_process(monkeypatch):
@@ -244,9 +239,7 @@ def test_away_layer_is_refused_in_forked_process(monkeypatch):
             call()
 
 
-def test_kv_device_map_refuses_windows_alone_and_folder_that_is_file(model, tmp_path):
-    with pytest.raises(ConfigError, match=r"BlendSlidingLayer.*Leave kv_device_map out"):
-        BlendCache(zoo_model("mistral"), memory(), kv_device_map="disk")
+def test_folder_that_is_file_is_refused(model, tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(OffloadError, match=r"cannot be used.*Give a folder"):
         BlendCache(model, memory(), kv_device_map="disk", offload_folder=tmp_path / "file")

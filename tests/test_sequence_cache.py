@@ -18,7 +18,7 @@ from hf_blend.context.self_extend import self_extend
 from hf_blend.context.sequence_cache import SequenceCache, ShiftCache
 from hf_blend.errors import ConfigError, PromptError, UnsupportedModelError
 from hf_blend.model.capture import capture
-from tests.asking import apart, failing, longrope, prompt
+from tests.asking import apart, check_equal, failing, longrope, prompt, states_of
 from tests.sequences import fed, filled, shifted_by_hand
 from tests.test_sequence_ops import moves
 
@@ -78,9 +78,7 @@ def test_hundred_shifts_of_one_are_one_shift_of_hundred(name):
         many.compact()
     once.shift(0, 0, None, 100)
     once.compact()
-    for layer, other in zip(many.layers, once.layers, strict=True):
-        assert torch.equal(layer.keys, other.keys)
-        assert torch.equal(layer.values, other.values)
+    check_equal(states_of(many), states_of(once))
 
 
 @pytest.mark.parametrize(
