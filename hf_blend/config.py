@@ -16,6 +16,7 @@ from .errors import ConfigError, suggest
 
 # the defaults where the choice may not depend on the question, at the same charge; see `default_config`
 BLIND_SELECTOR, BLIND_RATIO = "ramp", 0.15
+EDITS = ("compute", "blend")  # what becomes of cached tokens behind the first one that a prompt has otherwise
 
 
 class Options(Mapping[str, Any]):
@@ -63,6 +64,8 @@ class BlendConfig:
             `recompute_ratio` at each.
         chunk_prefix_ids: tokens before each chunk while it is computed; None is `ChunkStore.default_prefix`, or, where
             no tokenizer is known, as chunks are stored, see docs/choosing.md.
+        edits: what is behind the first token that a prompt has otherwise than the cache: "compute" it, or "blend" what
+            both have, moved, see docs/chat.md.
         kv_bits: 8 or 4 holds K and V in so many bits; None in the model's dtype.
         kv_device_map: where K and V are kept: "cpu", "disk", or layer → device, see docs/holding_less.md.
             None, and layers that are not named: where they are computed.
@@ -77,6 +80,7 @@ class BlendConfig:
     check_layers: tuple[int, ...] = (1,)
     layer_ratios: tuple[float, ...] | None = None
     chunk_prefix_ids: tuple[int, ...] | None = None
+    edits: str = "compute"
     kv_bits: int | None = None
     kv_device_map: str | Mapping[Any, int | str] | None = None
     offload_folder: str | None = None
@@ -100,6 +104,8 @@ class BlendConfig:
         for name, kind in kinds.items():
             _instance(name, getattr(self, name), kind)
         check_kv_bits(self.kv_bits)
+        if self.edits not in EDITS:
+            raise ConfigError(f"edits is {self.edits!r}, expected one of {', '.join(EDITS)}. Leave it out to compute.")
         self._check_layers()
         self._check_schedule()
         self._check_memory()

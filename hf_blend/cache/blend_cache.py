@@ -32,7 +32,7 @@ from ..errors import ConfigError, PromptError
 from ..model.anatomy import bos_prefix, cache_argument, cache_class_for, decoder_layers, input_device
 from ..model.identity import author_of, refuse_wrapper, structure_of
 from ..prefill.report import IMAGES_AGAIN, BlendReport, other_author, warn_once
-from ..prefill.request import PendingPrompt
+from ..prefill.request import NO_EDIT, Edit, PendingPrompt
 from ..prompt.documents import is_document
 from ..prompt.messages import build_messages
 from ..prompt.pieces import SEPARATOR, Prompt, batch, build_all, check_lengths, shared_tokens
@@ -40,6 +40,7 @@ from ..prompt.text import build_text
 from ..prompt.tokenizer import tokenizer_digest
 from ..recipes import Recipe
 from ..store import ChunkStore
+from .edits import edit_of
 from .forwards import CacheForwards
 from .healing import heal
 from .session import load_cache, save_cache
@@ -258,12 +259,12 @@ class BlendCache(Cache):
         state = self.state
         check_lengths(prompts, state.info.config)
         state.rollback_partial_forward()
-        cached, notice = self._keep_shared_tokens(prompts)
+        cached, notice, edit = self._keep_shared_tokens(prompts)
         if state.config.chunk_prefix_ids is None:
             state.chunk_prefix_ids = self.store.default_prefix(self.model, tokenizer)
         pad_id = getattr(tokenizer, "pad_token_id", None)
         made = batch(prompts, 0 if pad_id is None else pad_id)
-        state.pending = PendingPrompt(made, cached, tokenizer=tokenizer_digest(tokenizer), notice=notice)
+        state.pending = PendingPrompt(made, cached, tokenizer=tokenizer_digest(tokenizer), notice=notice, edit=edit)
         device = input_device(self.model)
         return BatchEncoding(
             {"input_ids": made.input_ids.to(device), "attention_mask": made.attention_mask.to(device)}
@@ -507,26 +508,27 @@ class BlendCache(Cache):
             "are in the store. To keep a conversation use cache.save(path) and BlendCache.load(model, store, path)."
         )
 
-    def _keep_shared_tokens(self, prompts: Sequence[Prompt]) -> tuple[int, str]:
+    def _keep_shared_tokens(self, prompts: Sequence[Prompt]) -> tuple[int, str, Edit]:
         """Crop the cache to the tokens that it and a prompt begin with.
 
-        Returns how many these are, and a notice if another author had computed them.
+        Returns how many these are, a notice if another author had computed them, and what is moved of the others.
         """
         state = self.state
         cached = state.kv.length
         if not cached:
-            return 0, ""
+            return 0, "", NO_EDIT
         is_other = self._forget_other()
         shared = 0
         has_images = any(not state.info.placeholders.isdisjoint(prompt.ids) for prompt in prompts)
         is_single = len(prompts) == state.kv.batch_size == 1 and not state.tokens.is_padded()
         if is_single and not has_images and not state.info.ignores_states:
             shared = shared_tokens(prompts[0].ids[:-1], *state.tokens.rows())
+        edit = NO_EDIT if has_images else edit_of(state, prompts, shared)
         shared = self._crop_to(shared)
         notice = other_author(cached, cached - shared) if is_other else ""
         if has_images:
             notice = IMAGES_AGAIN
-        return shared, notice
+        return shared, notice, edit
 
     def _forget_other(self) -> bool:
         """Return True if another author than the model as it is now computed K and V, which are dropped."""

@@ -11,7 +11,7 @@ as Ctrl+C, passes both: the columns that it left are removed when the cache is u
 import copy
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -156,7 +156,10 @@ class CacheForwards:
         refuse_request_state(state.model, state.info.layers)
         if EXTENDED.get():  # some model is inside `self_extend`
             refuse_extended(state.model)
-        fingerprint = state.set_author(request.past).fingerprint
+        author = state.set_author(request.past)
+        fingerprint = author.fingerprint
+        if expected.edit.author != author:  # what was moved is another model's
+            rows = [replace(row, moved={}) for row in rows]
         self._refuse_unexpected(request, is_expected=not pending.is_other)
         check_ms = state.check_ms + 1e3 * (time.perf_counter() - began_s)
 
@@ -288,7 +291,9 @@ def _report_mismatches(
         warn_once(text)
     report.notice = " ".join(filter(None, (report.notice, *texts)))
     used = report.reusable_tokens + report.exact_tokens
-    if pending.is_begun or used or report.past_tokens:
+    if expected.edit.fallback_reason and not used and not expected.is_begun:
+        report.fallback_reason = expected.edit.fallback_reason
+    if pending.is_begun or used or report.past_tokens or report.fallback_reason:
         return
     prefix_ids = state.chunk_prefix_ids
     report.fallback_reason = (

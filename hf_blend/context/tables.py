@@ -81,10 +81,16 @@ class TableSource:
 
     def rotation(self, layer: int, old: Tensor, new: Tensor) -> Table | None:
         """The table that rotates the keys of one layer, also if no position changes; None: it has none."""
-        maker = self.makers[layer]
-        if maker is None:
+        old_table = self.table(layer, old)
+        new_table = self.table(layer, new)
+        if old_table is None or new_table is None:
             return None
-        return compose(self.styles[layer], _made(maker, old), _made(maker, new))
+        return compose(self.styles[layer], old_table, new_table)
+
+    def table(self, layer: int, positions: Tensor) -> Table | None:
+        """The table with which the model rotates the keys of one layer at some positions, `[tokens]`; None: none."""
+        maker = self.makers[layer]
+        return None if maker is None else _made(maker, positions)
 
 
 def counted_in_tokens(model: nn.Module, source: TableSource) -> str:

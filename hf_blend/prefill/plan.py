@@ -11,7 +11,7 @@ rotation of keys corrects that. Such a chunk is computed, like one that padding 
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -173,6 +173,7 @@ class PromptRow:
     prefix: int | None = None  # how many of the tokens before the first chunk are one more entry; None: all
     is_searched: bool = False  # stored chunks are searched for besides `spans`
     is_first: bool = True  # no token is in front of the prompt
+    moved: Mapping[int, ChunkKV] = field(default_factory=dict)  # of the cache, by the number of their first token
 
 
 @dataclass
@@ -338,17 +339,20 @@ class Planner:
         unloaded = set[ChunkKey]()
         if self._store.controller is not None:
             unloaded = self._advised(plan, keys)
-        placed = list[tuple[ChunkKey, dict[str, Any]]]()
+        placed = list[tuple[ChunkKey, ChunkKV | None, dict[str, Any]]]()
         for number, (row, of_row) in enumerate(zip(rows, spans, strict=True)):
             loaded = [span for span in of_row if span.key not in unloaded]
-            placed += self._place_chunks(plan, number, row, loaded)
+            loaded += [ChunkSpan(start, chunk.key, 0, chunk.tokens) for start, chunk in row.moved.items()]
+            loaded.sort(key=lambda span: span.start)
+            for key, fields in self._place_chunks(plan, number, row, loaded):
+                placed.append((key, row.moved.get(loaded[fields["number"]].start), fields))
 
         # Fetch them, and compute what is missing
-        needed = list(dict.fromkeys(key for key, _ in placed))
+        needed = list(dict.fromkeys(key for key, moved, _ in placed if moved is None))
         if missing := self._fetch(plan, needed):
             self._compute_missing(plan, missing)
-        for key, fields in placed:
-            plan.chunks.append(PlacedChunk(chunk=self._fetched[key], **fields))
+        for key, moved, fields in placed:
+            plan.chunks.append(PlacedChunk(chunk=moved or self._fetched[key], **fields))
         plan.begin(logits_rows)
         plan.found["prompt_tokens"] += sum(counts)
         plan.found["reusable_tokens"] += sum(plan.stored_counts)
@@ -412,7 +416,15 @@ class Planner:
         elif first:
             stored = self._store.find(self._fingerprint, (), first)[:1]
             spans[:0] = [hit for hit in stored if hit.start == hit.first == 0]
-        return [span for span in spans if self._is_usable(span.key)]
+
+        # What is moved within the cache has seen more of the prompt than what is stored of the same tokens
+        moved = [(start, start + chunk.tokens) for start, chunk in row.moved.items()]
+        usable = []
+        for found in spans:
+            is_moved = any(start < found.start + found.tokens and found.start < stop for start, stop in moved)
+            if not is_moved and self._is_usable(found.key):
+                usable.append(found)
+        return usable
 
     def _is_usable(self, key: ChunkKey) -> bool:
         """Whether a chunk is text that fits the model's positions behind its prefix."""
@@ -431,7 +443,8 @@ class Planner:
                 continue  # the last token is always computed: its output is expected
 
             # Exact: right behind exact tokens, which are those that it was computed behind, by the same frequencies
-            exact = offset == exact_until and inside == 0 and row.ids[:offset] == key.chunk_prefix_ids
+            is_moved = offset in row.moved
+            exact = offset == exact_until and inside == 0 and row.ids[:offset] == key.chunk_prefix_ids and not is_moved
             if exact:
                 stored = len(key.chunk_prefix_ids) + len(key.token_ids)
                 exact = self._frequencies == {frequency_regime(self._text_config, stored)}
@@ -459,6 +472,8 @@ class Planner:
                 column = columns[0]
             fields = {"row": number, "start": column, "exact": exact, "number": index, "count": count}
             placed.append((key, {**fields, "first": inside + first - offset}))
+            if is_moved:
+                plan.found["moved_tokens"] += count
             if first == offset and key.chunk_prefix_ids == self._prefix_ids:
                 plan.found["seam_tokens"] += len(key.token_ids) - tokens
         return placed

@@ -79,6 +79,7 @@ class BlendReport:
         prompt_tokens: tokens of the prompt without padding, all rows of a batch.
         reusable_tokens: those with stored KV that is not exact, from which some are selected to be recomputed.
         exact_tokens: those with stored KV that is a full prefill's.
+        moved_tokens: of the reusable ones, those that were moved within the cache, behind an edit.
         healed_tokens: those that `BlendCache.heal` made exact since.
         computed_chunks: missing chunks that were computed and stored.
         loaded_chunks: chunks from the store.
@@ -102,6 +103,7 @@ class BlendReport:
     prompt_tokens: int = 0
     reusable_tokens: int = 0
     exact_tokens: int = 0
+    moved_tokens: int = 0
     healed_tokens: int = 0
     computed_chunks: int = 0
     loaded_chunks: int = 0
@@ -213,6 +215,8 @@ class BlendReport:
             f"which {recomputed} recomputed (nominal {self.nominal_ratio:.0%}, charged {self.charged_budget:.1%})",
             f"{self.loaded_chunks} chunks loaded, {self.computed_chunks} computed",
         ]
+        if self.moved_tokens:
+            parts.append(f"{self.moved_tokens} of them moved behind an edit")
         if self.seam_tokens:
             parts.append(f"{self.seam_tokens} of their tokens differ at seams")
         if self.partial:

@@ -4,14 +4,17 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
 
 from ..errors import PromptError, UnsupportedModelError
 from ..model.anatomy import PER_TOKEN, other_inputs, text_config
+from ..model.identity import Author
 from ..prompt.pieces import PromptBatch
+from ..store.chunk import ChunkKV
 from .plan import PositionRun, PromptRow, copy_to_host, find_runs, is_readable
 
 ADAPTERS = ("adapter_names", "alora_offsets")  # of PEFT, which puts hooks into the model for one call
@@ -102,6 +105,23 @@ class Request:
         return int(states.shape[0]) * self.width
 
 
+class Edit(NamedTuple):
+    """What is reused of a cache behind the first token that a prompt has otherwise.
+
+    Attributes:
+        moved: K and V by the number in the prompt of their first token; K is rotated for its old positions.
+        author: the model as it was when it computed them.
+        fallback_reason: why there are none, where they were asked for.
+    """
+
+    moved: Mapping[int, ChunkKV] = MappingProxyType({})
+    author: Author | None = None
+    fallback_reason: str = ""
+
+
+NO_EDIT = Edit()
+
+
 @dataclass(frozen=True)
 class PendingPrompt:
     """The prompts that `BlendCache.inputs` built, until their last tokens have come."""
@@ -113,6 +133,7 @@ class PendingPrompt:
     is_other: bool = False  # the last forward brought another prompt than the expected one, which is dropped
     tokenizer: str = ""  # digest of the one that made the prompts
     notice: str = ""  # for their report
+    edit: Edit = NO_EDIT
 
     def rows(self, request: Request) -> tuple[list[PromptRow], "PendingPrompt"]:
         """For each row of a forward the prompt that it continues; and what is pending after this forward."""
@@ -146,6 +167,7 @@ class PendingPrompt:
                     spans=prompt.spans,
                     prefix=prompt.opening,
                     is_searched=prompt.is_searched,
+                    moved=self.edit.moved,
                 )
             rows.append(row)
         if is_other:
