@@ -3,6 +3,7 @@
 """Sequence operations against a plain list of (token, position) for each sequence, and against what llama.h says."""
 
 from itertools import count
+from pathlib import Path
 
 import pytest
 import torch
@@ -146,71 +147,28 @@ def test_after_compaction_storage_has_no_hole():
     assert table.row(1)[0].tolist() == [2, 3, 4, 5]
 
 
-# llama.h: eight tokens are in sequence 0; a case is the operations, and (token, position) of each sequence behind them
+# llama.h: eight tokens are in sequence 0, each at its own position
 
 
-def held(*tokens, by=0):
-    """Some tokens, each moved by a distance from where it was computed."""
-    return [(token, token + by) for token in tokens]
+def cases():
+    """Of each line of llama_h.txt: its operations, and the token and position of each cell of each sequence behind."""
+    for line in Path(__file__).with_name("llama_h.txt").read_text("utf-8").splitlines():
+        if line.startswith("#"):
+            continue
+        said, _, held = line.partition(" ->")
+        operations = []
+        for operation in said.split("; "):
+            name, *numbers = operation.split()
+            operations.append((name, *map(int, numbers)))
+        rows = {}
+        for row in filter(None, held.split(";")):
+            sequence, _, cells = row.partition(":")
+            rows[int(sequence)] = [cell.split("@") for cell in cells.split()]
+        yield pytest.param(operations, rows, id=said)
 
 
-ALL = range(8)
-SHARED = ("copy", 0, 1)
-LLAMA_H = {
-    # llama_memory_seq_rm
-    "rm range": ([("remove", 0, 2, 5)], {0: held(0, 1, 5, 6, 7)}),
-    "rm p0 below 0": ([("remove", 0, -1, 3)], {0: held(*ALL[3:])}),
-    "rm p1 below 0": ([("remove", 0, 5, -1)], {0: held(*ALL[:5])}),
-    "rm both below 0": ([("remove", 0, -1, -1)], {}),
-    "rm any sequence": ([SHARED, ("remove", -1, 2, 6)], {0: held(0, 1, 6, 7), 1: held(0, 1, 6, 7)}),
-    "rm everything": ([SHARED, ("remove", -1, -1, -1)], {}),
-    "rm empty range": ([("remove", 0, 3, 3)], {0: held(*ALL)}),
-    "rm reversed range": ([("remove", 0, 5, 3)], {0: held(*ALL)}),
-    "rm beyond the end": ([("remove", 0, 8, 20)], {0: held(*ALL)}),
-    "rm of one that shares": ([SHARED, ("remove", 0, 2, 5)], {0: held(0, 1, 5, 6, 7), 1: held(*ALL)}),
-    "rm of one that is not": ([("remove", 7, -1, -1)], {0: held(*ALL)}),
-    "rm by new positions": ([("shift", 0, 4, -1, 9), ("remove", 0, 13, 15)], {0: [*held(*ALL[:4]), (6, 15), (7, 16)]}),
-    # llama_memory_seq_cp
-    "cp": ([SHARED], {0: held(*ALL), 1: held(*ALL)}),
-    "cp range": ([("copy", 0, 1, 2, 5)], {0: held(*ALL), 1: held(2, 3, 4)}),
-    "cp p0 below 0": ([("copy", 0, 1, -1, 3)], {0: held(*ALL), 1: held(0, 1, 2)}),
-    "cp p1 below 0": ([("copy", 0, 1, 6, -1)], {0: held(*ALL), 1: held(6, 7)}),
-    "cp to itself": ([("copy", 0, 0, -1, -1)], {0: held(*ALL)}),
-    "cp twice": ([SHARED, SHARED], {0: held(*ALL), 1: held(*ALL)}),
-    "cp joins": ([("copy", 0, 1, 0, 2), ("copy", 0, 1, 5, 7)], {0: held(*ALL), 1: held(0, 1, 5, 6)}),
-    "cp of one that is not": ([("copy", 8, 6)], {0: held(*ALL)}),
-    "cp of nothing": ([("copy", 0, 6, 3, 3)], {0: held(*ALL)}),
-    "cp outlives its source": ([SHARED, ("remove", 0, -1, -1)], {1: held(*ALL)}),
-    # llama_memory_seq_keep
-    "keep": ([("copy", 0, 1, 0, 3), ("keep", 1)], {1: held(0, 1, 2)}),
-    "keep of the only one": ([("keep", 0)], {0: held(*ALL)}),
-    "keep of one that is not": ([("keep", 5)], {}),
-    # llama_memory_seq_add; unlike there, a shared token moves for one sequence only
-    "add": ([("shift", 0, 4, 6, 10)], {0: [*held(*ALL[:4]), *held(4, 5, by=10), *held(6, 7)]}),
-    "add p0 below 0": ([("shift", 0, -1, 2, 20)], {0: [*held(0, 1, by=20), *held(*ALL[2:])]}),
-    "add p1 below 0": ([("shift", 0, 5, -1, 7)], {0: [*held(*ALL[:5]), *held(5, 6, 7, by=7)]}),
-    "add whole": ([("shift", 0, -1, -1, 100)], {0: held(*ALL, by=100)}),
-    "add 0": ([("shift", 0, 2, 6, 0)], {0: held(*ALL)}),
-    "add empty range": ([("shift", 0, 4, 4, 3)], {0: held(*ALL)}),
-    "add below position 0": ([("shift", 0, -1, -1, -3)], {0: held(*ALL[3:], by=-3)}),
-    "add there and back": ([("shift", 0, -1, -1, 9), ("shift", 0, -1, -1, -9)], {0: held(*ALL)}),
-    "add of one that shares": ([SHARED, ("shift", 1, -1, -1, 4)], {0: held(*ALL), 1: held(*ALL, by=4)}),
-    "add of one that is not": ([("shift", 8, -1, -1, 4)], {0: held(*ALL)}),
-    "add closes a hole": ([("remove", 0, 2, 5), ("shift", 0, 5, -1, -3)], {0: [*held(0, 1), *held(5, 6, 7, by=-3)]}),
-    # llama_memory_seq_div
-    "div": ([("divide", 0, -1, -1, 2)], {0: [(token, token // 2) for token in ALL]}),
-    "div range": ([("divide", 0, 4, 8, 4)], {0: [*held(*ALL[:4]), (4, 1), (5, 1), (6, 1), (7, 1)]}),
-    "div p1 below 0": ([("divide", 0, 6, -1, 3)], {0: [*held(*ALL[:6]), (6, 2), (7, 2)]}),
-    "div by 1": ([("divide", 0, -1, -1, 1)], {0: held(*ALL)}),
-    "div of one that is not": ([("divide", 9, -1, -1, 2)], {0: held(*ALL)}),
-    # llama_memory_clear
-    "clear": ([SHARED, ("reset",)], {}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", LLAMA_H)
-def test_operation_of_llama_cpp_moves_tokens_and_keys_as_llama_h_says(case):
-    operations, expected = LLAMA_H[case]
+@pytest.mark.parametrize(("operations", "expected"), [*cases()])
+def test_operation_of_llama_cpp_moves_tokens_and_keys_as_llama_h_says(operations, expected):
     model = tiny_model("llama")
     cache = filled_cache(model, 8)
     ids = cache.tokens()
@@ -222,7 +180,7 @@ def test_operation_of_llama_cpp_moves_tokens_and_keys_as_llama_h_says(case):
 
     assert cache.sequences == sorted(expected)
     for number, row in expected.items():
-        tokens, positions = torch.tensor(row).T
+        tokens, positions = torch.tensor([(int(cell[0]), int(cell[-1])) for cell in row]).T
         assert cache.tokens(number) == [ids[token] for token in tokens]
         assert cache.positions(number) == positions.tolist()
         cache.use(number)
@@ -251,4 +209,4 @@ def test_argument_that_is_no_whole_number_in_range_is_refused(name, arguments, s
     cache = filled_cache(tiny_model("llama"), 8)
     with pytest.raises(ConfigError, match=f"{said}, expected a whole number"):
         getattr(cache, name)(*arguments)
-    assert cache.positions() == list(ALL)
+    assert cache.positions() == list(range(8))

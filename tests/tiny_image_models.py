@@ -3,6 +3,8 @@
 """Small random models that read images, and prompts as their processors make them."""
 
 import functools
+import json
+from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
@@ -10,32 +12,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 IMAGE = 120
 START = 122
 END = 123
-TEXT = {
-    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
-CLIP = {
-    "model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "image_size": 16, "patch_size": 4, "projection_dim": 32,
-}  # fmt: skip
-QWEN_VISION = {
-    "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 4, "out_hidden_size": 64,
-    "spatial_merge_size": 2, "temporal_patch_size": 1, "deepstack_visual_indexes": [0, 1],
-    "num_position_embeddings": 16,
-}  # fmt: skip
-MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3], "mrope_interleaved": True}
-CONFIGS = {
-    "llava": {
-        "text_config": {**TEXT, "model_type": "llama"}, "vision_config": CLIP, "image_token_index": IMAGE,
-        "vision_feature_layer": -1,
-    },
-    "qwen3_vl": {
-        "text_config": {**TEXT, "model_type": "qwen3_vl_text", "rope_parameters": MROPE},
-        "vision_config": QWEN_VISION, "image_token_id": IMAGE, "video_token_id": 121,
-        "vision_start_token_id": START, "vision_end_token_id": END,
-    },
-}  # fmt: skip
+CONFIGS = json.loads(Path(__file__).with_name("image_configs.json").read_text("utf-8"))
 IMAGE_TOKENS = {"llava": 16, "qwen3_vl": 4}
 
 
