@@ -2,14 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What becomes of each forward that carries a cache: blended or plain, failed or interrupted."""
 
+import copy
 import gc
 import weakref
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_blend import BlendCache, ConfigError, observer
+from hf_blend import BlendCache, ConfigError, PromptError, StoreError, observer
 from tests.asking import GREEDY, PIECES, as_stock, failing, hooks, memory, prepared, prompt
 
 
@@ -86,26 +88,32 @@ def test_ids_end_before_token_out_of_order(model):
     assert cache.state.tokens.rows() == [[]]
 
 
+@contextmanager
+def interrupted(module):
+    """Let a forward end by Ctrl+C behind a module: torch calls no hook behind it then."""
+
+    @observer
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    handle = module.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        yield
+    handle.remove()
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("use", ["generate", "model", "crop", "heal", "inputs"])
 @pytest.mark.parametrize("past", [0, 20])
 def test_interrupted_forward_is_taken_back_by_next_use(model, use, past):
-    """Torch calls no hook behind a forward that ends by Ctrl+C."""
     cache = BlendCache(model, memory())
     stock = DynamicCache(config=model.config)
     ids = prompt(37)
     if past:
         model(ids[:, :past], past_key_values=cache)
         model(ids[:, :past], past_key_values=stock)
-
-    @observer
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    handle = model.model.layers[1].mlp.register_forward_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted(model.model.layers[1].mlp):
         model(ids[:, past:], past_key_values=cache)
-    handle.remove()
     assert len({held.get_seq_length() for held in cache.layers}) == 2, "nothing is tested"
     assert cache.get_seq_length() == past
     if use == "generate":
@@ -121,6 +129,51 @@ def test_interrupted_forward_is_taken_back_by_next_use(model, use, past):
     got = model(ids[:, past:], past_key_values=cache).logits
     expected = model(ids[:, past:], past_key_values=stock).logits
     assert torch.equal(got, expected)
+
+
+USES = {
+    "crop": (-1,),
+    "heal": (),
+    "__deepcopy__": ({},),
+    "save": ("/dev/null/no folder",),
+    "batch_select_indices": ([0],),
+    "batch_repeat_interleave": (1,),
+    "reorder_cache": (torch.tensor([0]),),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kv_bits", [None, 8])
+@pytest.mark.parametrize("use", USES)
+def test_interrupted_blended_forward_is_taken_back_by_next_use(model, use, kv_bits):
+    store = memory()
+    ids = prompt(80)
+    pieces = {**PIECES, "prefix": [*ids[0].tolist(), 5, 6]}
+    caches = [BlendCache(model, store, recompute_ratio=0.2, kv_bits=kv_bits) for _ in range(3)]
+    for cache in caches:
+        model(ids, past_key_values=cache)
+    model.generate(**caches[2].inputs(None, **pieces), past_key_values=caches[2], max_new_tokens=1)  # stores chunks
+    inputs = caches[0].inputs(None, **pieces)
+    with interrupted(model.model.layers[-1].mlp):
+        model.generate(**inputs, past_key_values=caches[0], max_new_tokens=1)
+    assert caches[0].layers[0].length > 80, "nothing is tested"
+    logits = []
+    for cache in caches[:2]:
+        with suppress(StoreError):
+            got = getattr(cache, use)(*USES[use])
+            cache = got if use == "__deepcopy__" else cache
+        logits.append(model(prompt(1, 5), past_key_values=cache).logits)
+        assert {layer.length for layer in cache.layers} == {80 if use == "crop" else 81}
+    assert torch.equal(*logits)
+
+
+@torch.no_grad()
+def test_deepcopy_refuses_prompts_that_its_cache_refuses(model):
+    cache = BlendCache(model, memory())
+    model.generate(prompt(30), past_key_values=cache, **GREEDY)
+    for one in (cache, copy.deepcopy(cache)):
+        with pytest.raises(PromptError, match="tokens of a prompt came behind"):
+            model.generate(prompt(60, 3), past_key_values=one, **GREEDY)
 
 
 @torch.no_grad()

@@ -258,7 +258,7 @@ class BlendCache(Cache):
         """
         state = self.state
         check_lengths(prompts, state.info.config)
-        state.rollback_partial_forward()
+        self._forwards.settle()
         cached, notice, edit = self._keep_shared_tokens(prompts)
         if state.config.chunk_prefix_ids is None:
             state.chunk_prefix_ids = self.store.default_prefix(self.model, tokenizer)
@@ -348,7 +348,7 @@ class BlendCache(Cache):
         Raises ConfigError where a window or a state has forgotten the tokens that would be its last.
         """
         state = self.state
-        state.rollback_partial_forward()
+        self._forwards.settle()
         tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 gives a tensor
         for layer in state.kv.of_tokens:
             layer.check_crop(tokens_to_remove)
@@ -357,18 +357,21 @@ class BlendCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Give every beam the past of the beam that it continues; `beam_idx` is `[batch]`."""
+        self._forwards.settle()
         super().reorder_cache(beam_idx)
         self.state.tokens.select_rows(beam_idx)
         self.state.healing = None
 
     def batch_select_indices(self, indices: Any) -> None:
         """Keep only some batch entries; `indices` is `[kept]`, or a boolean for each."""
+        self._forwards.settle()
         super().batch_select_indices(indices)
         self.state.tokens.select_rows(indices)
         self.state.healing = None
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every batch entry `repeats` times in a row."""
+        self._forwards.settle()
         super().batch_repeat_interleave(repeats)
         self.state.tokens.repeat_rows(repeats)
         self.state.healing = None
@@ -398,7 +401,7 @@ class BlendCache(Cache):
         """
         if tokens is not None and tokens < 0:
             raise ConfigError(f"heal({tokens}) was called, but a number of tokens from 0 on, or None, is expected.")
-        self.state.rollback_partial_forward()
+        self._forwards.settle()
         return heal(self.state, tokens)
 
     def save(self, path: str | Path) -> int:
@@ -419,7 +422,7 @@ class BlendCache(Cache):
                 in part.
             UnsupportedModelError: tokens were computed inside `self_extend`.
         """
-        self.state.rollback_partial_forward()
+        self._forwards.settle()
         return save_cache(self.state, path)
 
     @classmethod
@@ -490,12 +493,13 @@ class BlendCache(Cache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BlendCache":
         """A cache with a copy of K and V, for the same model and store, that expects the same prompts."""
+        self._forwards.settle()
         twin = BlendCache(self.model, self.store, self.config)
         twin.state.kv = copy.deepcopy(self.state.kv, memo)
         twin.layers = twin.state.kv.all
         for name in ("report", "tokens"):
             setattr(twin.state, name, copy.deepcopy(getattr(self.state, name), memo))
-        for name in ("pending", "author", "inexact_from", "is_recording", "chunk_prefix_ids"):
+        for name in ("pending", "author", "inexact_from", "is_recording", "is_prompt_open", "chunk_prefix_ids"):
             setattr(twin.state, name, getattr(self.state, name))
         return twin
 

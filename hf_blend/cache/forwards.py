@@ -113,9 +113,17 @@ class CacheForwards:
                 layer.reset()
 
     def stop(self) -> None:
-        """Undo a forward that was interrupted."""
-        if self.is_running:
+        """Undo a forward that was interrupted, as by Ctrl+C, behind which torch calls no hook."""
+        if self.is_running or self.prefill is not None:
             self.forward_ends(failed=True)
+
+    def settle(self) -> None:
+        """Undo a forward that was interrupted.
+
+        Raises ConfigError where a window or a state has advanced behind it.
+        """
+        self.stop()
+        self.state.rollback_partial_forward()
 
     def refuse_unannounced(self) -> None:
         """Refuse K and V of a call that no hook announced."""
