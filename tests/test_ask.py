@@ -219,7 +219,8 @@ def test_chat_reads_as_many_pieces_as_fit_and_computes_each_once(make_chat):
     assert len(chat.pipeline.store) <= 1 + len(TEXTS), "what was said is not stored"
 
 
-def test_chat_only_grows_and_is_healed_while_nobody_asks(make_chat, model):
+def test_chat_only_grows_and_is_healed_while_nobody_asks(make_chat, model, monkeypatch):
+    monkeypatch.setattr(asking, "HEALED_TOKENS", 8)
     chat = make_chat(template=CHATML, config=BlendConfig(recompute_ratio=0.0, selector="none"))
     for number, text in enumerate(("Who keeps the light?", "Who repairs boats?", "And the light?")):
         question = chat.prepare(text)

@@ -235,6 +235,29 @@ def test_sdist_makes_same_wheel_which_holds_every_module(built, tmp_path):
     assert "hf_blend/evaluation/demo/page.css" in modules
 
 
+@pytest.mark.parametrize(
+    "way", [["."], ["--config-settings", "editable_mode=compat", "-e", "."]], ids=["plain", "editable"]
+)
+def test_install_is_imported_from_every_folder(way, tmp_path):
+    clone = copied_to(tmp_path / "hf_blend")  # the folder that git clone makes, in which no __init__.py is
+    python = clean_environment(tmp_path / "venv")
+    offline = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
+    output_of([sys.executable, "-m", "pip", "--python", python, "install", "-q", *offline, *way], clone)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    code = "import hf_blend; from hf_blend.cli.main import commands; print(hf_blend.BlendConfig.__name__)"
+    for folder in (tmp_path, clone, elsewhere):
+        assert output_of([python, "-c", code], folder, env=environment) == "BlendConfig\n"
+    assert output_of([python.parent / "hf-blend", "--help"], tmp_path, env=environment)
+
+
+def test_install_lines_are_those_that_are_tested():
+    assert 'pip install ".[rag,serve]"' in (ROOT / "README.md").read_text("utf-8")
+    assert "EDITABLE := --config-settings editable_mode=compat\n" in MAKEFILE
+    assert re.findall(r"pip install .*-e ", MAKEFILE) == re.findall(r"pip install .*\$\(EDITABLE\) -e ", MAKEFILE)
+
+
 SUBPACKAGES = """
 import hf_blend.cli.main, hf_blend.evaluation.tasks.needle, hf_blend.plugins
 from importlib.util import find_spec
