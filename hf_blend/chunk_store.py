@@ -157,6 +157,7 @@ class ChunkStore(Store):
             UnsupportedModelError: the model has hooks of others, is wrapped, or changes while it is used.
         """
         from .model.capture import check_chunk, compute_chunks
+        from .model.question import question_ids
         from .prompt.pieces import list_chunks, tokenizer_digest
 
         chunks = list_chunks(chunks)
@@ -166,7 +167,7 @@ class ChunkStore(Store):
         texts = {key for key, chunk in zip(keys, chunks, strict=True) if isinstance(chunk, str)}
         # Asked before each, as another process may have been faster
         missing = (key for key in dict.fromkeys(keys) if not self.contains(key))
-        for chunk in compute_chunks(model, missing):
+        for chunk in compute_chunks(model, missing, question_ids=question_ids(model, tokenizer)):
             digest = tokenizer_digest(tokenizer) if chunk.key in texts else ""
             self.put(replace(chunk, tokenizer=digest))
         return keys

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A chunk is computed behind its prefix as if alone, in full; the model does not notice."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 from tiny_models import tiny_model as zoo_model
@@ -9,11 +11,15 @@ from transformers import DynamicCache
 
 from hf_blend import BlendCache, ChunkStore, observer
 from hf_blend.errors import PromptError, UnsupportedModelError
-from hf_blend.model.anatomy import decoder_layers, decoder_of
+from hf_blend.model import question
+from hf_blend.model.anatomy import decoder_layers, decoder_of, full_cache
 from hf_blend.model.capture import LEAST_SHARED, capture, capture_chunk, capture_chunks
 from hf_blend.model.checks import KV, allowed_of, relative_error
+from hf_blend.model.question import question_ids
 from hf_blend.store.chunk import ChunkKey
 from tests.asking import check_equal, longrope, raising
+from tests.chat_templates import TEMPLATES, small_tokenizer
+from tests.conftest import IdTokenizer
 
 CHUNK = tuple(range(10, 40))
 WINDOWS = {"head_dim": 16, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
@@ -210,3 +216,142 @@ def test_add_computes_missing_chunks_alone(tiny_model):
     assert calls == [1 + 5]
     assert [list(key.token_ids) for key in keys] == chunks
     assert all(map(store.contains, keys))
+
+
+QUESTION = tuple(range(60, 86))  # more rows than are listened to
+ASKED = {  # family, and fields of its config
+    "llama": ("llama", {"num_key_value_heads": 2}),
+    "llama of one head": ("llama", {"num_key_value_heads": 1}),
+    "windows": ("gemma3_text", WINDOWS),
+    "softcap": ("gemma2", {"head_dim": 16, "sliding_window": 8, "layer_types": WINDOWS["layer_types"]}),
+    "norms": ("qwen3", {"head_dim": 16}),
+}
+TOLERANCES = {torch.float32: 2e-3, torch.bfloat16: 4e-2}
+
+
+@torch.no_grad()
+def importance_by_eager_attention(model, key, question):
+    """Attention of the last 16 rows of one stock forward over all, times the length of V, by eager attention."""
+    count = model.config.num_hidden_layers
+    kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * count
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    cache = full_cache(model)
+    ids = torch.tensor([[*key.chunk_prefix_ids, *key.token_ids, *question]])
+    attentions = model(ids, past_key_values=cache, output_attentions=True).attentions
+    model.set_attn_implementation(before)
+    attending = range(count)
+    if len(attentions) < count:  # of a hybrid the layers without attention are left out
+        attending = [index for index in range(count) if kinds[index] == "full_attention"]
+    by_layer = []
+    for index, weights in zip(attending, attentions, strict=True):
+        if kinds[index] == "full_attention":
+            values = cache.layers[index].values[0].float()
+            heads = values.repeat_interleave(weights.shape[1] // len(values), dim=0)
+            shares = weights[0, :, -16:].float().mean(1)
+            by_layer.append((shares * heads.norm(dim=-1)).mean(0))
+    first = len(key.chunk_prefix_ids)
+    return torch.stack(by_layer).mean(0)[first : first + len(key.token_ids)]
+
+
+@pytest.mark.parametrize("sink", [(1,), PREFIX])
+@pytest.mark.parametrize(("kind", "dtype"), [*((kind, torch.float32) for kind in ASKED), ("llama", torch.bfloat16)])
+def test_importance_is_attention_of_last_rows_of_question_times_length_of_values(
+    tiny_model, kind, dtype, sink, untouched
+):
+    family, fields = ASKED[kind]
+    model = tiny_model(family, **fields).to(dtype)
+    keys = keys_of(9, 31, 18, sink=sink)
+    with untouched(model):
+        chunks = list(capture_chunks(model, keys, QUESTION))
+    for key, chunk, plain in zip(keys, chunks, capture_chunks(model, keys), strict=True):
+        chunk.check()
+        expected = importance_by_eager_attention(model, key, QUESTION)
+        torch.testing.assert_close(chunk.importance.float(), expected, rtol=TOLERANCES[dtype], atol=1e-6)
+        assert plain.importance is None
+        for pair in side_by_side(chunk.layers, plain.layers):
+            assert torch.equal(*pair)
+        (other,) = capture_chunks(model, [key], QUESTION[::-1])
+        assert other.question != chunk.question
+        assert not torch.equal(other.importance, chunk.importance)
+
+
+@pytest.mark.skipif(not find_spec("hf_blend.hybrids"), reason="the core does without hybrids")
+@pytest.mark.parametrize("kind", ["qwen3_next", "bamba", "lfm2"])
+def test_importance_of_hybrid_is_that_of_its_layers_with_attention(kind):
+    model = zoo_model(kind)
+    (key,) = keys_of(31)
+    (chunk,) = capture_chunks(model, [key], QUESTION)
+    expected = importance_by_eager_attention(model, key, QUESTION)
+    torch.testing.assert_close(chunk.importance.float(), expected, rtol=2e-3, atol=1e-6)
+
+
+def test_importance_is_unknown_where_question_has_no_position_other_frequencies_or_cannot_be_heard(tiny_model):
+    short = tiny_model(max_position_embeddings=50)
+    longrope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "rope_theta": 10000.0}
+    scaled = tiny_model(
+        "phi3",
+        rope_parameters={**longrope, "original_max_position_embeddings": 40},
+        original_max_position_embeddings=40,
+    )
+    windows = tiny_model("mistral", sliding_window=8)
+    own_attention = zoo_model("gptj")
+    for model in (short, scaled, windows, own_attention):
+        (chunk,) = capture_chunks(model, keys_of(31), QUESTION)
+        assert chunk.importance is None
+        assert chunk.question == ""
+    (chunk,) = capture_chunks(short, keys_of(31), QUESTION[:18])
+    assert chunk.importance is not None
+
+
+TEXT_BEHIND = "\n\nQuestion: What is the name of the person, place, date or thing that is asked about?"
+
+
+@pytest.mark.parametrize("kind", ["chatml", "gemma", "llama3", "mistral"])
+def test_question_is_what_a_chat_template_writes_behind_a_chunk(shared_model, kind):
+    tokenizer = small_tokenizer()
+    tokenizer.chat_template = TEMPLATES[kind]
+    model = shared_model(vocab_size=len(tokenizer))
+    message = {"role": "user", "content": "A text." + TEXT_BEHIND}
+    text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+    ids = question_ids(model, tokenizer)
+    behind = tokenizer.decode(ids)
+    assert behind.startswith(TEXT_BEHIND)
+    assert text.endswith("A text." + behind)
+    tokenizer.chat_template = None
+    plain = tokenizer.decode(question_ids(model, tokenizer))
+    assert plain == TEXT_BEHIND + "\nShort answer:"
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
+    assert tokenizer.decode(question_ids(model, tokenizer)) == plain
+
+
+def test_question_is_empty_without_words_or_where_model_continues_no_cached_tokens(shared_model, monkeypatch):
+    tokenizer = small_tokenizer()
+    model = shared_model(vocab_size=len(tokenizer))
+    assert question_ids(model, tokenizer)
+    assert question_ids(model, None) == ()
+    assert question_ids(model, IdTokenizer) == ()
+    if find_spec("hf_blend.hybrids"):
+        assert question_ids(zoo_model("bamba"), tokenizer)
+        assert question_ids(zoo_model("jamba"), tokenizer) == ()
+    monkeypatch.setattr(question, "MOST_TOKENS", 8)
+    assert question_ids(model, small_tokenizer()) == ()
+
+
+def test_chunks_of_add_and_of_requests_have_importance_by_question_of_tokenizer(models, tmp_path):
+    model, tokenizer = models["bytes"]
+    ids = question_ids(model, tokenizer)
+    with ChunkStore.open(tmp_path) as store:
+        cache = BlendCache(model, store)
+        inputs = cache.inputs(tokenizer, prefix="Read this. ", chunks=["The clock is slow."], question="Which clock?")
+        with torch.no_grad():
+            model(**inputs, **cache.keyword, logits_to_keep=1)
+        added = store.add(model, tokenizer, ["The clock is slow.", "A pilot in Lund."])
+        (bare,) = store.add(model, None, [[5, 6, 7, 8, 9]])
+        assert store.get(bare).importance is None
+    with ChunkStore.open(tmp_path, memory_bytes=0) as again:
+        for key in added:
+            (chunk,) = capture_chunks(model, [key], ids)
+            for read in (again.get(key), again.stream(key)):
+                assert read.question == chunk.question
+                assert torch.equal(read.importance, chunk.importance)

@@ -31,6 +31,7 @@ from ..config import BlendConfig
 from ..errors import ConfigError, PromptError
 from ..model.anatomy import bos_prefix, cache_argument, cache_class_for, decoder_layers, input_device
 from ..model.identity import author_of, refuse_wrapper, structure_of
+from ..model.question import question_ids
 from ..prefill.report import IMAGES_AGAIN, BlendReport, other_author, warn_once
 from ..prefill.request import NO_EDIT, Edit, PendingPrompt
 from ..prompt.documents import is_document
@@ -262,6 +263,7 @@ class BlendCache(Cache):
         cached, notice, edit = self._keep_shared_tokens(prompts)
         if state.config.chunk_prefix_ids is None:
             state.chunk_prefix_ids = self.store.default_prefix(self.model, tokenizer)
+        state.question_ids = question_ids(self.model, tokenizer)
         pad_id = getattr(tokenizer, "pad_token_id", None)
         made = batch(prompts, 0 if pad_id is None else pad_id)
         state.pending = PendingPrompt(made, cached, tokenizer=tokenizer_digest(tokenizer), notice=notice, edit=edit)
@@ -499,7 +501,8 @@ class BlendCache(Cache):
         twin.layers = twin.state.kv.all
         for name in ("report", "tokens"):
             setattr(twin.state, name, copy.deepcopy(getattr(self.state, name), memo))
-        for name in ("pending", "author", "inexact_from", "is_recording", "is_prompt_open", "chunk_prefix_ids"):
+        flags = ("inexact_from", "is_recording", "is_prompt_open")
+        for name in ("pending", "author", *flags, "chunk_prefix_ids", "question_ids"):
             setattr(twin.state, name, getattr(self.state, name))
         return twin
 

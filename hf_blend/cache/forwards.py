@@ -182,6 +182,7 @@ class CacheForwards:
             state.config,
             expected.tokenizer,
             state.info.placeholders,
+            state.question_ids,
         )
         plan = planner.plan(rows, request.width, request.logits_rows, request.length)
 

@@ -341,6 +341,7 @@ class BlendState:
         selector: chooses the tokens that are recomputed.
         recipe: where the settings come from, in words.
         chunk_prefix_ids: the ids before each chunk while it is computed alone.
+        question_ids: those of the question that is run behind it then, of the last tokenizer; empty for none.
         report: what the last prefill cost.
         tokens: what is known of the tokens that are cached.
         pending: the prompts that the next forwards are expected to bring.
@@ -363,6 +364,7 @@ class BlendState:
     chunk_prefix_ids: tuple[int, ...]
     kv: KVLayers
     report: BlendReport
+    question_ids: tuple[int, ...] = ()
     tokens: CachedTokens = field(default_factory=CachedTokens)
     pending: PendingPrompt = field(default_factory=PendingPrompt)
     author: Author | None = None

@@ -11,6 +11,9 @@ as a stock cache that each of them continues, if a probe finds that the model co
 Source of the default prefix: ours; FusionRAG (arXiv 2601.12904) computes a chunk behind its nearest neighbours.
 Measured in benchmarks/LOG.md; a text about passages, in the place of passages, or tokens at random do worse.
 
+Behind a chunk a question without content is run over what was computed, and left out again: what it takes from each
+token says how much an answer depends on that token, whatever is asked (`importance_of`). No token of a chunk sees it.
+
 A fingerprint is made of what can be read: weights, attributes, code. What cannot be read (another release of a
 library, state inside a compiled extension, an edited file of offloaded weights) shows in what the model computes. So a
 canary travels with every stored chunk: projections of the K and V that the last layer keeps of eight fixed tokens. It
@@ -18,11 +21,12 @@ is compared with the model's own before the chunk is used.
 """
 
 import base64
+import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,9 +35,11 @@ from torch import Tensor, nn
 from ..errors import PromptError, UnsupportedModelError
 from ..prompt.pieces import check_ids
 from ..rotary.base import Table, frequency_regime, rotary_table
+from ..selectors.attention import Attention
 from ..store.chunk import ChunkKey, ChunkKV
 from .anatomy import (
     LayerCall,
+    LayerInfo,
     bos_prefix,
     cache_argument,
     canonical,
@@ -41,6 +47,7 @@ from .anatomy import (
     decoder_of,
     extras_of,
     full_cache,
+    has_indexer,
     hooked,
     input_device,
     keeps_nothing,
@@ -49,14 +56,13 @@ from .anatomy import (
     text_config,
     text_ids,
 )
+from .attention import hook_attention
 from .checks import KV, CheckResult, allowed_of, model_probe, relative_error, token_errors
 from .identity import fingerprint, state_of
 
-if TYPE_CHECKING:
-    from ..store.chunk import ChunkKey, ChunkKV
-
 LEAST_SHARED = 16  # tokens of a prefix from which a forward of its own pays
 PROBE_TOKENS = 8
+QUESTION_ROWS = 16  # the last ones of a question, that are listened to
 _OF_TOKENS_ALONE = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")  # cache layers without another state
 TEXT = """\
 The town lies on the east bank of the river, about forty miles from the coast. A railway was built in 1872, and \
@@ -81,10 +87,11 @@ _canaries: WeakKeyDictionary[nn.Module, tuple[int, str]] = WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class Capture:
-    """What one plain forward left in the cache, and the tables with which it was rotated."""
+    """What one plain forward left in a cache, which is stock, and the tables with which it was rotated."""
 
     layers: tuple[tuple[Tensor, ...], ...]
     tables: tuple[Table | None, ...]
+    cache: Any = None
 
 
 def capture_chunk(
@@ -94,18 +101,30 @@ def capture_chunk(
     return next(capture_chunks(model, [ChunkKey(fingerprint, tuple(chunk_prefix_ids), tuple(token_ids))]))
 
 
-def capture_chunks(model: nn.Module, keys: Iterable[ChunkKey]) -> Iterator[ChunkKV]:
-    """Compute the KV of chunks, one after the other."""
+def capture_chunks(
+    model: nn.Module, keys: Iterable[ChunkKey], question_ids: tuple[int, ...] = ()
+) -> Iterator[ChunkKV]:
+    """Compute the KV of chunks, one after the other, and what a question takes of their tokens, if there is one."""
     prefix_caches: dict[tuple[int, ...], Any] = {}
     for key in keys:
         prefix = key.chunk_prefix_ids
         check_chunk(model, key.token_ids, prefix)
-        if not _continues_prefix(model, key):
-            yield cut_chunk(capture(model, torch.tensor([[*prefix, *key.token_ids]])), key)
-            continue
-        if prefix not in prefix_caches:
-            prefix_caches[prefix] = _cache_of(model, prefix)
-        yield cut_chunk(_capture_behind(model, prefix_caches[prefix], key.token_ids), key)
+        if _continues_prefix(model, key):
+            if prefix not in prefix_caches:
+                prefix_caches[prefix] = _cache_of(model, prefix)
+            captured = _capture_behind(model, prefix_caches[prefix], key.token_ids)
+        else:
+            captured = capture(model, torch.tensor([[*prefix, *key.token_ids]]))
+        chunk = cut_chunk(captured, key)
+        if question_ids and _fits_behind(model, key, question_ids):
+            importance = importance_of(model, captured.cache, question_ids)
+            if importance is not None:
+                of_chunk = importance[len(prefix) :]
+                chunk = replace(chunk, importance=of_chunk, question=question_digest(question_ids))
+        if prefix in prefix_caches:
+            surplus = prefix_caches[prefix].get_seq_length() - len(prefix)
+            prefix_caches[prefix].crop(-surplus)
+        yield chunk
 
 
 def _continues_prefix(model: nn.Module, key: ChunkKey) -> bool:
@@ -119,18 +138,88 @@ def _continues_prefix(model: nn.Module, key: ChunkKey) -> bool:
 
 def _cache_of(model: nn.Module, prefix: Sequence[int]) -> Any:
     """A stock cache that holds a prefix."""
-    cache = full_cache(model)
-    capture(model, torch.tensor([prefix]), cache=cache)
-    return cache
+    return capture(model, torch.tensor([prefix])).cache
 
 
 def _capture_behind(model: nn.Module, cache: Any, token_ids: Sequence[int]) -> Capture:
-    """Run the tokens of a chunk behind a cached prefix, and put the cache back to the prefix."""
+    """Run the tokens of a chunk behind a cached prefix; the cache holds both then."""
     prefix_tokens = cache.get_seq_length()
     positions = torch.arange(prefix_tokens, prefix_tokens + len(token_ids))
-    captured = capture(model, torch.tensor([token_ids]), positions[None], cache=cache)
-    cache.crop(-len(token_ids))
-    return captured
+    return capture(model, torch.tensor([token_ids]), positions[None], cache=cache)
+
+
+def _fits_behind(model: nn.Module, key: ChunkKey, question_ids: tuple[int, ...]) -> bool:
+    """Whether a question has positions behind a chunk, and is rotated by the same frequencies."""
+    config = text_config(model)
+    tokens = len(key.chunk_prefix_ids) + len(key.token_ids)
+    end = tokens + len(question_ids)
+    longest = getattr(config, "max_position_embeddings", None)
+    has_positions = longest is None or end <= longest
+    return has_positions and frequency_regime(config, tokens) == frequency_regime(config, end)
+
+
+def importance_of(model: nn.Module, cache: Any, question_ids: tuple[int, ...]) -> Tensor | None:
+    """What the last rows of a question behind cached tokens take from each of these; the cache has the question then.
+
+    It is attention times the length of V, the mean over these rows, the heads, and the layers in which the question
+    sees all tokens.
+
+    Source: VATP (arXiv 2406.12335) for attention times the length of V.
+
+    Args:
+        model: a causal language model.
+        cache: a stock cache of one prompt.
+        question_ids: of the question, of which the last `QUESTION_ROWS` are listened to.
+
+    Returns:
+        `[cached tokens]` float16 on the CPU, from 0 on; None where no layer can be listened to, or overflows.
+    """
+    # Of the layers that keep all tokens, those whose attention can be listened to
+    stock_states = dict(enumerate(stock_layers(text_config(model))))
+    modules: list[nn.Module] = []
+    for index, layer in enumerate(decoder_layers(model)):
+        states = stock_states.get(index)
+        if not (getattr(states, "is_sliding", False) or has_indexer(states)):
+            modules += LayerInfo.of(layer).attention
+    if not modules:
+        return None
+
+    tokens = cache.get_seq_length()
+    count = len(question_ids)
+    rows = torch.arange(max(0, count - QUESTION_ROWS), count)
+    taken: list[Tensor] = []
+
+    def listen(
+        stock: Any, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+    ) -> Any:
+        scaling = kwargs.get("scaling") or getattr(module, "scaling", None) or query.shape[-1] ** -0.5
+        is_plain = isinstance(mask, Tensor) and mask.dim() == 4
+        lines = mask[:, :, -len(rows) :] if is_plain else None
+        asking = query[:, :, -len(rows) :]
+        columns = rows.to(query.device)[None]
+        attention = Attention(asking, key, value, columns, tokens, lines, scaling, kwargs.get("softcap"))
+        by_head = attention.weights()[0, :, :, :tokens].mean(dim=1)
+        by_kv_head = by_head.view(value.shape[1], -1, tokens).mean(dim=1)
+        lengths = torch.linalg.vector_norm(value[0, :, :tokens], dim=-1, dtype=torch.float32)
+        taken.append((by_kv_head * lengths).mean(dim=0))
+        return stock(module, query, key, value, mask, **kwargs)
+
+    handles = hook_attention(modules, lambda given: listen if any(value is cache for value in given) else None)
+    try:
+        positions = torch.arange(tokens, tokens + count)
+        capture(model, torch.tensor([question_ids]), positions[None], cache=cache)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not taken:
+        return None
+    importance = torch.stack([of_layer.cpu() for of_layer in taken]).mean(dim=0).half()
+    return importance if importance.isfinite().all() else None
+
+
+def question_digest(question_ids: Sequence[int]) -> str:
+    """A short name of a question's ids."""
+    return hashlib.sha256(str(tuple(question_ids)).encode()).hexdigest()[:12]
 
 
 def keeps_tokens_alone(model: nn.Module) -> bool:
@@ -209,7 +298,7 @@ def _captured(model: nn.Module, arguments: Mapping[str, Any], cache: Any, tokens
     kept = []
     for index in range(len(layers)):
         kept.append(_states(model, cache, index, tokens_before + tokens, passes.get(index), stock.get(index)))
-    return Capture(tuple(kept), tuple(tables.get(index) for index in range(len(layers))))
+    return Capture(tuple(kept), tuple(tables.get(index) for index in range(len(layers))), cache)
 
 
 def _states(model: nn.Module, cache: Any, index: int, tokens: int, extra: Any, stock: Any) -> tuple[Tensor, ...]:
@@ -295,13 +384,15 @@ def default_prefix(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
     return (*bos, *ids) if is_readable else bos
 
 
-def compute_chunks(model: nn.Module, keys: "Iterable[ChunkKey]", tokenizer: str = "") -> "Iterator[ChunkKV]":
-    """Compute chunks one after the other, to be stored with the model's canary.
+def compute_chunks(
+    model: nn.Module, keys: Iterable[ChunkKey], tokenizer: str = "", question_ids: tuple[int, ...] = ()
+) -> Iterator[ChunkKV]:
+    """Compute chunks one after the other, to be stored with the model's canary; arguments as of `capture_chunks`.
 
     Raises:
         UnsupportedModelError: the model changed after the chunks' keys were made.
     """
-    for chunk in capture_chunks(model, keys):
+    for chunk in capture_chunks(model, keys, question_ids):
         now = fingerprint(model)
         expected = chunk.key.fingerprint
         if expected != now:

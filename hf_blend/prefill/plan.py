@@ -196,6 +196,7 @@ class Plan:
     kept_ratio: float = 1.0
     uneven_chunks: int = 0  # computed because their tokens are at other distances from each other than in the store
     drafted: Sequence[int] = ()  # of each row, new tokens behind the prompt that was expected: those of a draft
+    questions: list[tuple[int, ...]] = field(default_factory=list)  # of each row, the ids behind its last chunk
     found: dict[str, Any] = field(default_factory=Counter)  # what was found and what it took: figures of the report
     _table: Tensor | None = None  # see `token_table`
 
@@ -295,6 +296,7 @@ class Planner:
         tokenizer: digest of the one that made the prompt's ids; stored with what is computed.
         placeholders: ids that stand for something else than text; a chunk that holds one is neither looked up nor
             computed alone.
+        question_ids: of the question without content that is run behind each missing chunk; empty for none.
     """
 
     def __init__(
@@ -306,6 +308,7 @@ class Planner:
         config: BlendConfig | None = None,
         tokenizer: str = "",
         placeholders: Set[int] = frozenset(),
+        question_ids: tuple[int, ...] = (),
     ) -> None:
         self._config = config or BlendConfig()
         self._text_config = text_config(model)
@@ -315,6 +318,7 @@ class Planner:
         self._prefix_ids = chunk_prefix_ids
         self._tokenizer = tokenizer
         self._placeholders = placeholders
+        self._question_ids = question_ids
         self._fetched: dict[ChunkKey, ChunkKV] = {}
         self._canaries: set[str] = set()  # those that were found to be the model's
         longest = getattr(self._text_config, "max_position_embeddings", None)
@@ -335,6 +339,9 @@ class Planner:
 
         # Find the chunks, and leave out those that the controller would rather have computed
         spans = [self._spans(row) for row in rows]
+        for row, of_row in zip(rows, spans, strict=True):
+            ends = [span.start + span.tokens for span in of_row]
+            plan.questions.append(row.ids[max(ends, default=len(row.ids)) :])
         keys = [span.key for of_row in spans for span in of_row]
         unloaded = set[ChunkKey]()
         if self._store.controller is not None:
@@ -524,7 +531,7 @@ class Planner:
         plan.kept_ratio = sum(tokens[key] for key in tokens if self._store.contains(key)) / sum(tokens.values())
 
     def _compute(self, keys: Sequence[ChunkKey]) -> Iterator[ChunkKV]:
-        return compute_chunks(self._model, keys, self._tokenizer)
+        return compute_chunks(self._model, keys, self._tokenizer, self._question_ids)
 
 
 @lru_cache(maxsize=1024)
