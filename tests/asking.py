@@ -14,7 +14,7 @@ from tests.conftest import random_pieces
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 PIECES = {"prefix": [1, 4, 5], "chunks": [[*range(10, 40)], [*range(60, 85)]], "question": [5, 6, 7, 8]}
-LONG = {"prefix": [1, 4, 5], "chunks": [[*range(10, 90)], [*range(20, 85)]], "question": [5, 6, 7, 8]}
+LONG = {**PIECES, "chunks": [[*range(10, 90)], [*range(20, 85)]]}
 THREE = [random_pieces(), random_pieces((29,), seed=1), random_pieces((20, 12), seed=2, question=5)]
 
 

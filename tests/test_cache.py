@@ -17,15 +17,6 @@ def ids_of(request):
     return {"input_ids": torch.tensor([[*request["prefix"], *sum(request["chunks"], []), *request["question"]]])}
 
 
-def test_cache_that_is_never_used_leaves_nothing_on_model(shared_model, untouched):
-    model = shared_model()
-    with untouched(model):
-        cache = BlendCache(model, memory())
-        assert hooks(model) == 0
-        assert not cache
-        assert len(cache) == 4
-
-
 def test_chunk_that_occurs_twice_is_fetched_once(shared_model, pieces):
     model = shared_model()
     kept = memory()

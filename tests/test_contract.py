@@ -125,22 +125,6 @@ def test_logits_to_keep_gives_last_rows_and_last_is_what_generate_sees(family, b
                 assert apart(got, stock[:, -rows:], real) <= TOLERANCE
 
 
-@torch.no_grad()
-def test_inputs_are_expected_by_very_next_call(shared_model, pieces, untouched):
-    """Nobody has asked the cache for its length: the hook is there since `inputs`."""
-    model = shared_model()
-    store = memory()
-    for given, reusable in (({"logits_to_keep": 1}, 71), ({}, 0)):
-        with untouched(model):
-            cache, inputs = prepared(model, pieces(), store=store, recompute_ratio=0.15)
-            got = model(**inputs, past_key_values=cache, **given).logits
-            assert hooks(model) == 0
-        assert cache.report.reusable_tokens == reusable
-        if not reusable:
-            expected = model(**inputs, **given).logits
-            assert apart(got, expected) <= 1e-5
-
-
 def test_hook_of_cache_goes_with_cache(shared_model, pieces):
     model = shared_model()
     before = len(model._forward_pre_hooks)

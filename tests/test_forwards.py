@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_blend import BlendCache, ConfigError, PromptError, StoreError, observer
+from hf_blend import BlendCache, PromptError, StoreError, observer
 from tests.asking import GREEDY, PIECES, as_stock, failing, hooks, memory, prepared, prompt
 
 
@@ -30,19 +30,6 @@ def test_prefill_enters_layers_and_steps_behind_it_do_not(model):
     handle.remove()
     assert seen[-3:] == [1, 0, 0]
     assert hooks(model) == 0
-
-
-@torch.no_grad()
-def test_prompt_in_parts_is_blended_in_each(model):
-    cache, inputs = prepared(model, PIECES)
-    ids = inputs["input_ids"]
-    mask = inputs["attention_mask"]
-    model(ids[:, :30], attention_mask=mask[:, :30], past_key_values=cache, logits_to_keep=1)
-    assert cache.is_expecting
-    before = cache.report.reusable_tokens
-    model(ids[:, 30:], attention_mask=mask, past_key_values=cache, logits_to_keep=1)
-    assert not cache.is_expecting
-    assert cache.report.reusable_tokens > before > 0
 
 
 @torch.no_grad()
@@ -174,16 +161,6 @@ def test_deepcopy_refuses_prompts_that_its_cache_refuses(model):
     for one in (cache, copy.deepcopy(cache)):
         with pytest.raises(PromptError, match="tokens of a prompt came behind"):
             model.generate(prompt(60, 3), past_key_values=one, **GREEDY)
-
-
-@torch.no_grad()
-def test_forward_of_another_model_is_refused_and_own_one_is_blended_still(model, tiny_model):
-    cache, inputs = prepared(model, PIECES, recompute_ratio=1.0)
-    other = tiny_model(num_hidden_layers=3, seed=1)
-    with pytest.raises(ConfigError, match="another model object"):
-        other(**inputs, past_key_values=cache, logits_to_keep=1)
-    as_stock(model, inputs, cache)
-    assert cache.report.reusable_tokens
 
 
 def test_cache_is_freed_with_its_last_reference(model):

@@ -22,7 +22,6 @@ MODES = {
     "beams": {"num_beams": 4},
     "beams that sample": {"do_sample": True, "num_beams": 3, "num_return_sequences": 2},
     "prompt lookup": {"prompt_lookup_num_tokens": 4},
-    "prefill by parts": {"prefill_chunk_size": 25},
 }
 REQUESTS = [  # different prefixes, numbers of chunks, lengths
     random_pieces(),
@@ -51,7 +50,6 @@ def answers(model, inputs, cache=None, **ways):
     ("family", "attention", "requests", "mode"),
     [
         ("llama", "sdpa", 1, "prompt lookup"),
-        ("llama", "sdpa", 1, "prefill by parts"),
         ("llama", "eager", 3, "beams that sample"),
         ("gemma3_text", "sdpa", 3, "beams"),
         ("gpt_neox", "sdpa", 3, "sampling"),

@@ -20,6 +20,7 @@ from hf_blend import BlendCache, ChunkStore
 from hf_blend.errors import ConfigError, UnsupportedModelError
 from hf_blend.model import capture
 from hf_blend.model.identity import fingerprint, per_model
+from tests import adapters
 
 IDS = torch.arange(3, 35)[None]
 CHUNKS = [list(range(10, 40)), list(range(50, 90))]
@@ -357,44 +358,33 @@ def test_canary_is_same_with_another_attention(model):
     assert capture.is_of_model(model, own)
 
 
-@pytest.fixture
-def adapted(model):
-    """A model with two trained adapters of PEFT, "a" active."""
-    peft = pytest.importorskip("peft", reason="peft is not installed")
-    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=4, init_lora_weights=False, task_type="CAUSAL_LM")
-    adapted = peft.get_peft_model(model, config, adapter_name="a")
-    adapted.add_adapter("b", config)
-    return adapted.eval()
-
-
-def test_adapters_count_by_weights_scale_and_activity(adapted):
-    seen = {"a": fingerprint(adapted)}
-    adapted.set_adapter("b")
-    seen["b"] = fingerprint(adapted)
-    adapted.set_adapter("a")
-    assert fingerprint(adapted) == seen["a"]
-    layer = adapted.base_model.model.model.layers[0].self_attn.q_proj
+def test_adapters_count_by_weights_scale_and_activity():
+    model = adapters.adapted()
+    before = fingerprint(model)
+    seen = {before}
+    for change in (adapters.switched, adapters.off):
+        with change(model):
+            seen.add(fingerprint(model))
+        assert fingerprint(model) == before
+    layer = model.get_base_model().model.layers[0].self_attn.q_proj
     layer.scale_layer(2.0)
-    seen["scaled"] = fingerprint(adapted)
+    seen.add(fingerprint(model))
     layer.unscale_layer(2.0)
-    assert fingerprint(adapted) == seen["a"]
-    with adapted.disable_adapter():
-        seen["off"] = fingerprint(adapted)
-    layer.lora_A["a"].weight.data.mul_(1.5)
-    seen["trained"] = fingerprint(adapted)
-    adapted.merge_adapter()
-    seen["merged"] = fingerprint(adapted)
-    assert len(set(seen.values())) == len(seen)
+    assert fingerprint(model) == before
+    layer.lora_A["formal"].weight.data.mul_(1.5)
+    seen.add(fingerprint(model))
+    with adapters.merged(model):
+        seen.add(fingerprint(model))
+    assert len(seen) == 6
 
 
 @pytest.mark.parametrize("call", ["generate", "forward"])
-def test_adapters_that_are_chosen_per_request_are_refused(call, adapted):
+def test_adapters_that_are_chosen_per_request_are_refused(call):
+    model = adapters.adapted()
     store = ChunkStore.open("memory://")
-    cache = BlendCache(adapted, store)
+    cache = BlendCache(model, store)
     inputs = cache.inputs(None, chunks=CHUNKS, question=[7, 8, 9])
-    given = {**inputs, "past_key_values": cache, "adapter_names": ["b"]}
-    cache.get_seq_length()  # as generate does: the model is watched from here
-    run = adapted if call == "forward" else partial(adapted.generate, max_new_tokens=2, do_sample=False)
+    run = model if call == "forward" else partial(model.generate, max_new_tokens=2, do_sample=False)
     with pytest.raises(UnsupportedModelError, match="for this request alone"):
-        run(**given)
+        run(**inputs, past_key_values=cache, adapter_names=["casual"])
     assert len(store) == 0

@@ -22,16 +22,12 @@ from hf_blend.offload.states import AwayLayer
 from tests.asking import GREEDY, check_equal, memory, states_of
 from tests.asking import LONG as PIECES
 from tests.asking import asked as answered
-from tests.conftest import slow_but
+from tests.conftest import random_pieces, slow_but
 
 LAYERS = 12  # of the long model
 ROW = 2 * 2 * 16 * 4  # bytes of K and V of a token in a layer
 WAYS = {**GREEDY, "max_new_tokens": 12}
-LONG = {
-    "prefix": [1, 4, 5],
-    "chunks": [[(7 * place + chunk) % 120 + 3 for place in range(250)] for chunk in range(4)],
-    "question": [5, 6, 7, 8],
-}
+LONG = random_pieces((250, 250, 250, 250), prefix=2, question=4)
 TOKENS = 3 + 4 * 250 + 4
 
 

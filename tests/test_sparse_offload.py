@@ -14,14 +14,14 @@ from hf_blend.sparse.away import AwayBlocks
 from hf_blend.sparse.blocks import ROOM_TOKENS
 from hf_blend.sparse.config import SparseConfig
 from hf_blend.sparse.lock import Selection, SparseMetrics
-from tests.conftest import build_tiny_model, shared_zoo_model
+from tests.asking import prompt
+from tests.conftest import build_tiny_model, random_pieces, shared_zoo_model
 from tests.second_device import There, move, second_device
 from tests.test_sparse import draft_model
 
 SMALL = {"share": 0.3, "block_tokens": 8, "min_tokens": 0, "recent_blocks": 1}
 GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-CHUNKS = [[(7 * place + 3 * chunk) % 120 + 3 for place in range(100 - 11 * chunk)] for chunk in range(4)]
-PIECES = {"prefix": [1, 4, 5], "chunks": CHUNKS, "question": [5, 6, 7, 8]}
+PIECES = random_pieces((100, 89, 78, 67))
 LOADED = ("loaded_blocks", "loaded_bytes")
 
 
@@ -64,7 +64,8 @@ def test_sparse_decoding_from_disk_gives_text_of_blocks_on_device(model, untouch
 def test_draft_sees_what_its_target_sees_from_disk(tmp_path):
     model = shared_zoo_model("llama")
     draft = draft_model()
-    pieces = {**PIECES, "chunks": [[one % 80 + 5 for one in chunk] for chunk in CHUNKS[:2]]}
+    ids = prompt(170)[0].tolist()  # that a draft knows, too
+    pieces = {**PIECES, "chunks": [ids[:90], ids[90:]]}
     ways = {**GREEDY, "assistant_model": draft}
     expected = decoded(model, pieces, ways, draft=draft)
     alike(decoded(model, pieces, ways, draft=draft, kv_device_map="disk", offload_folder=str(tmp_path)), expected)
@@ -125,7 +126,7 @@ class LiveThere:
 
 @pytest.mark.slow
 def test_device_holds_share_and_tail_and_rest_is_in_host_memory(monkeypatch):
-    pieces = {"prefix": [1, 4, 5], "chunks": [[(7 * place) % 120 + 3 for place in range(1200)]], "question": [5, 6]}
+    pieces = random_pieces((1200,))
     ways = {**GREEDY, "max_new_tokens": 4}
     sparse = {"share": 0.25, "block_tokens": 16, "min_tokens": 0}
     sizes = {"num_hidden_layers": 6, "max_position_embeddings": 2048}

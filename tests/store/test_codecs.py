@@ -62,15 +62,6 @@ def test_codec_gives_dtype_and_shape_back(codec, dtype, chunk, same):
         assert one.shape == two.shape
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_layers_read_one_by_one_equal_whole(codec, chunk):
-    stored = chunk(range(9), **WIDE)
-    reader = EntryReader(BytesSource(encoded(stored, codec)), stored.key)
-    whole = reader.read()
-    for place, pair in enumerate(whole.layers):
-        assert all(one.equal(two) for one, two in zip(reader.layers(place)[0], pair, strict=True))
-
-
 def reach_of_int8(states, axis):
     return states.abs().amax(axis, keepdim=True) / 254 * (1 + 1e-5)
 

@@ -374,20 +374,6 @@ def test_memory_never_holds_more_than_its_cap_or_one_chunk_and_drops_least_recen
         assert tier.nbytes == sum(held.values()) * unit
 
 
-def test_entries_say_what_list_needs(opened, chunk):
-    store = opened()
-    store.put(chunk((5, 6, 7, 8)))
-    (entry,) = store.entries()
-    assert entry.digest == chunk((5, 6, 7, 8)).key.digest
-    assert entry.tokens == 4
-    assert entry.tier == "memory+disk"
-    (fresh,) = opened().entries()
-    assert fresh.tier == "disk"
-    assert fresh.nbytes > chunk((5, 6, 7, 8)).nbytes
-    assert abs(fresh.created - entry.created) < 60
-    assert fresh.fingerprint == chunk().key.fingerprint
-
-
 def test_delete_that_disk_refuses_is_error(opened, chunk, monkeypatch):
     store = opened()
     store.put(chunk())
