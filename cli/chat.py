@@ -5,6 +5,7 @@
 import os
 import select
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -67,7 +68,7 @@ def chat(
     with ChunkStore.open(store) as opened:
         retriever = Retriever(split(documents, source, chunk_tokens), top_k)
         pipeline = Pipeline(load(source, opened), source.tokenizer, opened)
-        config = choose_config(pipeline, selector, ratio, allow_unverified)
+        config = replace(choose_config(pipeline, selector, ratio, allow_unverified), edits="blend")
         conversation = Chat(pipeline, source, retriever, config, system, max_new_tokens)
         rows = _converse(conversation, json)
     if json:

@@ -41,6 +41,11 @@ class ChatInput:
             begun = begun[:-1]
         return len(self.messages) > len(begun) and self.messages[: len(begun)] == begun
 
+    def shared_characters(self, earlier: "Input") -> int:
+        """How much of an earlier request is in messages that this one has, too."""
+        kept = [message for message in getattr(earlier, "messages", ()) if message in self.messages]
+        return sum(len(message["content"]) for message in kept)
+
 
 @dataclass(frozen=True)
 class TextInput:
@@ -63,6 +68,10 @@ class TextInput:
         if not isinstance(earlier, TextInput):
             return False
         return len(self.text) > len(earlier.text) and self.text.startswith(earlier.text)
+
+    def shared_characters(self, earlier: "Input") -> int:
+        """A text is continued or another one."""
+        return 0
 
 
 Input = ChatInput | TextInput

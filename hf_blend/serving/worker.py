@@ -101,7 +101,7 @@ class ModelWorker:
         self._conversations: list[Conversation] = []  # the latest is the last
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="hf_blend-serve", daemon=True)
-        self._new_cache(next(iter(stores)))  # refuses a model that cannot be blended
+        self._edits = self._new_cache(next(iter(stores))).config.edits  # refuses a model that cannot be blended
 
     def start(self) -> None:
         """Begin to answer."""
@@ -257,7 +257,18 @@ class ModelWorker:
             if conversation.tenant == tenant and made.continues(conversation.input):
                 self._conversations.remove(conversation)
                 return conversation
-        return None
+        return self._take_edited(tenant, made) if self._edits == "blend" else None
+
+    def _take_edited(self, tenant: str, made: Input) -> Conversation | None:
+        """Remove and return the conversation of which a request has most, if it has half of it."""
+        best, most = None, 0
+        for conversation in self._conversations:
+            shared = made.shared_characters(conversation.input) if conversation.tenant == tenant else 0
+            if shared > most and 2 * shared >= conversation.input.characters:
+                best, most = conversation, shared
+        if best is not None:
+            self._conversations.remove(best)
+        return best
 
     def _forget_but(self, count: int) -> None:
         """Forget the oldest conversations but this many."""
@@ -299,6 +310,7 @@ def _usage(prompt_tokens: int, new_tokens: int, report: BlendReport) -> dict[str
             "reused_tokens": reused,
             "recomputed_tokens": report.exact_tokens + report.reusable_tokens - reused,
             "continued_tokens": report.past_tokens,
+            "moved_tokens": report.moved_tokens,
             "computed_chunks": report.computed_chunks,
             "charged_budget": round(report.charged_budget, 4),
             "fallback_reason": report.fallback_reason,

@@ -164,6 +164,20 @@ def test_conversations_are_kept_by_tenant_and_only_latest(serve):
         assert report_of(of_anna)["continued_tokens"] > 0
 
 
+def test_edited_conversation_is_moved_where_asked_for(serve, chatting):
+    long = " ".join(DOCUMENTS)
+    first = [*asked(f"Hm. {long}"), {"role": "assistant", "content": "Yes."}, *asked(long)]
+    edited = [*asked("Well."), *first[1:], {"role": "assistant", "content": "No."}, *asked("Why?")]
+    for edits in ("compute", "blend"):
+        with serve(edits=edits, heal=False, recompute_ratio=1.0) as server:
+            server.chat(first)
+            answer = server.chat(edited)
+            assert text_of(answer) == stock_answer(*chatting, edited)
+            assert (report_of(answer)["moved_tokens"] > 33) == (edits == "blend")
+            other = server.chat("Another chat.")
+            assert report_of(other)["continued_tokens"] == 0
+
+
 def test_settings_of_blend_cache_are_served(serve):
     with serve(kv_bits=8) as server:
         assert server.chat(QUESTION, documents=DOCUMENTS).status_code == 200
