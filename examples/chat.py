@@ -9,7 +9,6 @@ import sys
 
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.evaluation.bundled import handbook_questions, load_model
-from hf_blend.model.anatomy import cache_argument
 
 
 def main() -> None:
@@ -22,7 +21,7 @@ def main() -> None:
         texts = [one["question"]] if turn else [*documents, one["question"]]
         messages.append({"role": "user", "content": "\n".join(texts)})
         inputs = cache.inputs_from_messages(tokenizer, messages, documents)
-        output = model.generate(**inputs, **cache_argument(model, cache), max_new_tokens=24, do_sample=False)
+        output = model.generate(**inputs, **cache.keyword, max_new_tokens=24, do_sample=False)
         answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
         messages.append({"role": "assistant", "content": answer})
         print(f"{one['question']} {answer}\n    {cache.report.past_tokens} tokens kept; {cache.report}")

@@ -10,7 +10,6 @@ import tempfile
 
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.evaluation.bundled import handbook_questions, load_model
-from hf_blend.model.anatomy import cache_argument
 
 
 def main(name: str = "smollm2") -> None:
@@ -21,7 +20,7 @@ def main(name: str = "smollm2") -> None:
             cache = BlendCache(model, store)
             content = f"{''.join(asked['chunks'])}Question: {asked['question']}"
             inputs = cache.inputs_from_messages(tokenizer, [{"role": "user", "content": content}], asked["chunks"])
-            output = model.generate(**inputs, **cache_argument(model, cache), max_new_tokens=32, do_sample=False)
+            output = model.generate(**inputs, **cache.keyword, max_new_tokens=32, do_sample=False)
             answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
             print(f"{asked['question']} {answer}\n    {cache.report}")
 

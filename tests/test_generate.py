@@ -146,14 +146,15 @@ def test_blended_gives_what_cache_gives(reference, asked, options):
     assert 0 < keyword.report.charged_budget < 1
 
 
-def test_custom_generate_folder_takes_documents_and_question(reference, asked, tmp_path, monkeypatch):
+def test_custom_generate_folder_takes_text_and_documents(reference, asked, tmp_path, monkeypatch):
     model, tokenizer = reference
-    inputs, _, one = asked
+    _, _, one = asked
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    texts = {"chunks": one["chunks"], "question": one["question"], "tokenizer": tokenizer}
+    text = "\n".join([*one["chunks"], one["question"]])
+    texts = {"text": text, "documents": one["chunks"], "tokenizer": tokenizer}
     given = {"custom_generate": FOLDER, "trust_remote_code": True, "store": str(tmp_path / "kv")}
     output = model.generate(**texts, **given, selector="kv-deviation", max_new_tokens=6)
-    tokens = inputs["input_ids"].shape[1]
+    tokens = len(tokenizer(text)["input_ids"])
     answer = tokenizer.decode(output[0, tokens:], skip_special_tokens=True)
     assert answer.strip() == one["answer"]
     assert len(ChunkStore.open(tmp_path / "kv")) > 0
