@@ -14,6 +14,7 @@ from hf_blend import BlendCache, ChunkStore, ConfigError, plugins, sparse_decodi
 from hf_blend.sparse.partial import loading
 from hf_blend.sparse.partial.loading import PartialLoading
 from hf_blend.sparse.partial.reader import keep_in_blocks
+from tests.asking import check_equal
 from tests.forging import first_block
 from tests.test_partial import CHUNKS, PIECES, faults
 
@@ -192,7 +193,7 @@ def test_chunks_in_blocks_are_read_whole_by_every_store_and_codec_rounds_them_as
             for got in (store.get(key), store.stream(key)):
                 assert got.canary == expected.canary
                 for mine, theirs in zip(got.layers, expected.layers, strict=True):
-                    assert all(map(torch.equal, mine, theirs))
+                    check_equal(mine, theirs)
 
 
 SPARSE = {"share": 0.5, "block_tokens": 8, "min_tokens": 0}

@@ -45,23 +45,29 @@ def test_cost_of_layer_is_counted_not_looked_up_and_leaves_model_untouched(tiny_
     assert costs[0].of_columns(torch.tensor([3, 10])) == whole([3, 10])
 
 
-@pytest.mark.parametrize("ratio", [0.15, 0.5, 1.0])
-def test_charged_budget_is_what_count_by_hand_gives(report, ratio):
-    got = report(recompute_ratio=ratio)
+@pytest.mark.parametrize(
+    ("selector", "ratio"),
+    [
+        ("kv-deviation", 0.15),
+        ("kv-deviation", 0.5),
+        ("kv-deviation", 1.0),
+        ("boundary", 0.3),
+        ("query-attention", 0.15),
+    ],
+)
+def test_charged_budget_is_what_count_by_hand_gives(report, selector, ratio):
+    got = report(recompute_ratio=ratio, selector=selector)
     chosen = got.chosen_columns[0]
-    spent = whole(REUSABLE)  # layer 0: all
-    spent += BEFORE * len(REUSABLE) + whole(chosen)  # check layer: all to look, then the chosen
-    spent += whole(chosen)  # layer 2
+    spent = whole(chosen)  # layer 2
     spent += BEFORE * len(chosen)  # the last layer computes K and V; only the last row goes on
+    if selector == "kv-deviation":
+        spent += whole(REUSABLE)  # layer 0: all
+        spent += BEFORE * len(REUSABLE) + whole(chosen)  # check layer: all to look, then the chosen
+    else:
+        spent += 2 * whole(chosen)  # selected before layer 0
+    assert (got.scoring_flops > 0) == (selector == "query-attention")
+    spent += got.scoring_flops
     assert got.charged_budget == pytest.approx(spent / (LAYERS * whole(REUSABLE)), rel=1e-6)
-
-
-def test_charged_budget_holds_what_look_of_selector_costs(report):
-    got = report(recompute_ratio=0.15, selector="query-attention")
-    chosen = got.chosen_columns[0]
-    spent = (LAYERS - 1) * whole(chosen) + BEFORE * len(chosen)  # the last layer computes K and V
-    assert got.scoring_flops > 0
-    assert got.charged_budget == pytest.approx((spent + got.scoring_flops) / (LAYERS * whole(REUSABLE)), rel=1e-6)
 
 
 def test_behind_history_every_token_is_charged_for_keys_of_history_too(shared_model, pieces, tokenizer):
@@ -86,11 +92,7 @@ def test_behind_history_every_token_is_charged_for_keys_of_history_too(shared_mo
     assert got.flop_bound == pytest.approx(full / got.flops, rel=1e-9)
 
 
-def test_charged_budget_of_early_choice_and_of_exact_chunks(report, pieces):
-    got = report(recompute_ratio=0.3, selector="boundary")
-    chosen = got.chosen_columns[0]
-    wanted = (3 * whole(chosen) + BEFORE * len(chosen)) / (LAYERS * whole(REUSABLE))
-    assert got.charged_budget == pytest.approx(wanted, rel=1e-6)
+def test_charged_budget_of_exact_chunks_is_nothing(report, pieces):
     got = report(request=pieces((30,), prefix=0))
     assert got.reusable_tokens == 0
     assert got.exact_tokens == 31

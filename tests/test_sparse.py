@@ -9,6 +9,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tiny_models import tiny_model
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from hf_blend import BlendCache, ChunkStore, ConfigError, UnsupportedModelError, observer, plugins, sparse_decoding
@@ -17,6 +18,7 @@ from hf_blend.sparse.blocks import BlockedLayer
 from hf_blend.sparse.config import SparseConfig
 from hf_blend.sparse.lock import Selection, SelectionLock, SparseMetrics
 from hf_blend.sparse.masks import cut_mask
+from tests.asking import check_equal
 from tests.conftest import ROOT, slow_but
 
 SMALL = {"share": 0.4, "block_tokens": 8, "min_tokens": 0, "recent_blocks": 1}
@@ -84,14 +86,10 @@ def test_sparse_decoding_over_all_blocks_gives_what_dense_decoding_gives(model, 
     torch.testing.assert_close(logits, few_logits, rtol=0, atol=0 if is_off else 2e-6)
 
 
-def attention(query, key, value, mask, scaling):
-    group = query.shape[1] // key.shape[1]
-    scores = query @ key.repeat_interleave(group, 1).transpose(2, 3) * scaling
-    if mask is not None and mask.dtype == torch.bool:
-        scores = scores.masked_fill(~mask, -1e30)
-    elif mask is not None:
-        scores = scores + mask
-    return scores.softmax(-1) @ value.repeat_interleave(group, 1)
+def attention(query, key, value, mask):
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask == 0
+    return scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
 
 
 class Masked:
@@ -106,12 +104,10 @@ class Masked:
     def watched(self, index, query, key, value, mask, name):
         found = self.select_kv(index, query, key, value, mask, name)
         if found is not None:
-            scaling = query.shape[-1] ** -0.5
             seen = self.seen(self.session.layers[index].lock.selection, query.shape[2], key.shape[2])
             if mask is not None:
                 seen = seen & (mask if mask.dtype == torch.bool else mask == 0)
-            expected = attention(query, key, value, seen, scaling)
-            self.compared.append((expected, attention(query, *found, scaling)))
+            self.compared.append((attention(query, key, value, seen), attention(query, *found)))
         return found
 
     def seen(self, selection, rows, total):
@@ -179,8 +175,7 @@ def test_sparse_decoding_leaves_another_cache_and_another_thread_dense(model):
         other.join()
     assert len(found) == 2
     for got in found:
-        assert torch.equal(got[0], expected[0])
-        assert torch.equal(got[1], expected[1])
+        check_equal(got, expected)
 
 
 def test_blocked_layer_represents_again_blocks_that_were_cut_while_selection_held():

@@ -6,6 +6,7 @@ The oracle is `apply_chat_template` over the whole list, and stock `generate` on
 """
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -127,15 +128,17 @@ def test_half_of_surrogate_pair_is_refused_by_name():
     model, tokenizer = small()
     half = "Who\ud83d?"
     cache = BlendCache(model, memory())
-    with pytest.raises(PromptError, match="half of a surrogate pair"):
-        cache.inputs_from_messages(tokenizer, [{"role": "user", "content": half}])
-    with pytest.raises(PromptError, match="half of a surrogate pair"):
-        memory().add(model, tokenizer, [half])
     pieces = {"prefix": "p", "chunks": ["a", "b"], "question": "c", "separator": " "}
-    for name in pieces:
-        text = [half] if name == "chunks" else half
+    acts = [
+        lambda: cache.inputs_from_messages(tokenizer, [{"role": "user", "content": half}]),
+        lambda: cache.store.add(model, tokenizer, [half]),
+        lambda: cache.inputs(tokenizer, **pieces | {"chunks": [half]}),
+    ]
+    for name in ("prefix", "question", "separator"):
+        acts.append(partial(cache.inputs, tokenizer, **pieces | {name: half}))
+    for act in acts:
         with pytest.raises(PromptError, match="half of a surrogate pair"):
-            cache.inputs(tokenizer, **pieces | {name: text})
+            act()
 
 
 @pytest.mark.parametrize("expected", [True, False])
