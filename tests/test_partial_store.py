@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ChunkStore.open(partial=0.25)`: what a loader made by hand gives, for every request, after a restart too."""
 
+import copy
 import os
 import signal
 from contextlib import nullcontext
@@ -137,6 +138,23 @@ def test_exception_while_decoding_leaves_model_untouched(model, untouched, monke
         patch.setattr(loading, "attend_step", fails_in_the_second_step)
         with pytest.raises(ZeroDivisionError):
             asked(model, store)
+
+
+def test_assisted_decoding_over_part_is_greedy_decoding(model):
+    """An assistant's draft comes with the prompt, and asks for no blocks; what it rejects is cropped."""
+    store = ChunkStore.open("memory://", partial=ANYHOW)
+    asked(model, store)
+    cache, expected = asked(model, store, max_new_tokens=24)
+    assert cache.report.partial["unseen_share"] > 0
+    _, got = asked(model, store, max_new_tokens=24, prompt_lookup_num_tokens=3)
+    assert torch.equal(got, expected)
+    with torch.no_grad():
+        logits = model(torch.tensor([[9]]), past_key_values=copy.deepcopy(cache)).logits
+        answered = expected[:, -4:-1]
+        cache.crop(-3)
+        for token in (*answered.split(1, dim=1), torch.tensor([[9]])):
+            again = model(token, past_key_values=cache).logits
+    assert torch.equal(again, logits)
 
 
 def test_further_prompt_behind_part_is_refused(model):

@@ -99,6 +99,7 @@ class PartialLoading:
         self._index = -1
         self._chunks: list[PlacedChunk] = []
         self._fresh: Tensor | None = None  # columns that are computed, `[batch, rows]`
+        self._prompt_tokens = 0  # columns of the prompt; an assistant's draft may be behind them
         # Of all layers
         self._partial_layers = 0
         self._fallback_layers = 0
@@ -136,6 +137,7 @@ class PartialLoading:
                 placed.chunk.layers.forget(index)
         self._index = -1
         self._chunks = []
+        self._prompt_tokens = plan.real.shape[1] - max(plan.drafted, default=0)
         self._fresh = None if rows is None else rows.columns  # the last layer has fewer rows, but these are fresh
         is_cut = rows is not None and len(plan.counts) == 1 and not getattr(self._layers[index], "is_sliding", True)
         if is_cut and self._attention(index):
@@ -205,7 +207,8 @@ class PartialLoading:
                 )
             self._index = -1
             states = _LayerStates(index, self.realigner, key, value, past)
-            question = _Question(query, rows, kwargs.get("scaling") or query.shape[-1] ** -0.5)
+            scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
+            question = _Question(query, rows, self._prompt_tokens, scaling)
             loaded = torch.ones(key.shape[2], dtype=torch.bool)
             self._load(states, question, chunks, loaded)
             if not loaded.all():
@@ -320,14 +323,17 @@ class _Question:
 
     query: Tensor
     rows: Rows
+    prompt_tokens: int  # columns of the prompt, without a draft behind it
     scaling: float
 
     def scores(self, states: _LayerStates, chunks: Sequence[PlacedChunk], heads: int) -> Tensor:
         """The attention that the question gives, `[heads, tokens of the chunks]`, on the CPU."""
         query = self.query[0]
         keys = states.keys[0]
-        # Rows behind the last chunk ask
-        asking = (self.rows.columns[0] >= chunks[-1].columns.stop).nonzero()[:, 0].to(query.device)
+        # Rows behind the last chunk ask, but those of a draft
+        rows = self.rows.columns[0]
+        is_asking = (rows >= chunks[-1].columns.stop) & (rows < self.prompt_tokens)
+        asking = is_asking.nonzero()[:, 0].to(query.device)
         columns = torch.cat([torch.arange(placed.columns.start, placed.columns.stop) for placed in chunks])
         columns = columns.to(keys.device) + states.past
         group = query.shape[0] // keys.shape[0]
