@@ -11,8 +11,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_blend import BlendCache, PromptError, StoreError, observer
-from tests.asking import GREEDY, PIECES, as_stock, failing, hooks, memory, prepared, prompt
+from hf_blend import BlendCache, ConfigError, PromptError, StoreError, observer
+from tests.asking import GREEDY, PIECES, as_stock, failing, hooks, memory, prepared, prompt, raising
+from tests.conftest import shared_zoo_model
 
 
 @pytest.fixture
@@ -76,15 +77,10 @@ def test_ids_end_before_token_out_of_order(model):
 
 
 @contextmanager
-def interrupted(module):
-    """Let a forward end by Ctrl+C behind a module: torch calls no hook behind it then."""
-
-    @observer
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    handle = module.register_forward_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
+def interrupted(module, error=KeyboardInterrupt):
+    """Let a forward end behind a module, by Ctrl+C where nothing else is said: torch calls no hook behind it then."""
+    handle = module.register_forward_hook(observer(raising(error)))
+    with pytest.raises(error):
         yield
     handle.remove()
 
@@ -152,6 +148,31 @@ def test_interrupted_blended_forward_is_taken_back_by_next_use(model, use, kv_bi
         logits.append(model(prompt(1, 5), past_key_values=cache).logits)
         assert {layer.length for layer in cache.layers} == {80 if use == "crop" else 81}
     assert torch.equal(*logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next"])
+def test_step_of_hybrid_that_ended_in_any_layer_is_undone_or_refused(name, error):
+    """The first layers have a state, and so has the last: none of them counts tokens."""
+    model = shared_zoo_model(name)
+    ids = prompt(12)
+    stock = DynamicCache(config=model.config)
+    model(ids, past_key_values=stock)
+    expected = model(prompt(1, 3), past_key_values=stock).logits
+    for layer in model.model.layers:
+        cache = BlendCache(model, memory(), recompute_ratio=1.0)
+        with interrupted(layer, error):
+            model(ids, past_key_values=cache)
+        model(ids, past_key_values=cache)
+        with interrupted(layer, error):
+            model(prompt(1, 3), past_key_values=cache)
+        with pytest.raises(ConfigError, match=r"ended between two layers.*reset\(\)"):
+            model(prompt(1, 3), past_key_values=cache)
+        cache.reset()
+        model(ids, past_key_values=cache)
+        got = model(prompt(1, 3), past_key_values=cache).logits
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
 
 
 @torch.no_grad()
