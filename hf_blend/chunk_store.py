@@ -105,9 +105,10 @@ class ChunkStore(Store):
 
         Over a store that loads in part the choice does not depend on the question.
         """
+        from .model.anatomy import decoder_layers
         from .model.identity import fingerprint
 
-        found = self.recipes.get(fingerprint(model)) if self.recipes else None
+        found = self.recipes.get(fingerprint(model), len(decoder_layers(model))) if self.recipes else None
         if found is None or (self.loads_in_part and found.needs_question()):
             return DEFAULT
         return found

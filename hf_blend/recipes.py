@@ -17,10 +17,13 @@ from typing import Any
 
 from . import plugins
 from .config import BlendConfig, default_config
-from .errors import ConfigError, HfBlendError
+from .errors import ConfigError
+from .store.tiers.base import EntryFault, as_fault
+from .store.tiers.disk import open_regular
 
 logger = logging.getLogger(__name__)
 
+MOST_BYTES = 1 << 16  # of a recipe
 SETTINGS = ("selector", "selector_options", "recompute_ratio", "check_layers")
 
 
@@ -83,23 +86,16 @@ class Recipes:
         """Return True if some model has one; looks into the folder once."""
         return bool(self._known())
 
-    def get(self, fingerprint: str) -> Recipe | None:
-        """Find the recipe of a model; one that cannot be read is left out, and named in a warning."""
+    def get(self, fingerprint: str, layers: int) -> Recipe | None:
+        """Find the recipe of a model with so many layers; one that cannot be used is left out with a warning."""
         by_model = self._known()
         recipe = by_model.get(fingerprint)
         if recipe is not None or self._folder is None or fingerprint not in by_model:
             return recipe
         path = self._folder / f"{fingerprint}.json"
         try:
-            values = json.loads(path.read_text("utf-8"))
-            recipe = Recipe({**values["settings"]}, str(values["source"]))
-            unknown = set(recipe.settings) - set(SETTINGS)
-            if unknown:
-                raise ConfigError(f"it has the settings {sorted(unknown)}, expected some of {SETTINGS}")
-            if recipe.names_file():
-                raise ConfigError("it names a file of Python, but others may write to a store's folder")
-            BlendConfig.from_dict(recipe.settings)
-        except (OSError, ValueError, KeyError, TypeError, HfBlendError) as error:
+            recipe = _read(path, layers)
+        except (OSError, EntryFault) as error:
             logger.warning("the recipe %s is left out: %s. Run hf-blend tune again.", path, error)
             del by_model[fingerprint]
             return None
@@ -123,3 +119,23 @@ class Recipes:
         temporary = self._folder / f"{fingerprint}.{os.getpid()}.part"
         temporary.write_text(json.dumps(asdict(recipe), sort_keys=True), "utf-8")
         temporary.replace(self._folder / f"{fingerprint}.json")
+
+
+def _read(path: Path, layers: int) -> Recipe:
+    """The recipe in a file that others may have written, for a model with so many layers; raises EntryFault."""
+    with contextlib.closing(open_regular(path)) as source, as_fault("it"):
+        size = source.stat.nbytes
+        if size > MOST_BYTES:
+            raise ConfigError(f"it has {size} bytes, expected at most {MOST_BYTES}")
+        content = bytearray(size)
+        source.read_into(0, memoryview(content))
+        values = json.loads(content)
+        recipe = Recipe({**values["settings"]}, str(values["source"]))
+        unknown = set(recipe.settings) - set(SETTINGS)
+        if unknown:
+            raise ConfigError(f"it has the settings {sorted(unknown)}, expected some of {SETTINGS}")
+        if recipe.names_file():
+            raise ConfigError("it names a file of Python, but others may write to a store's folder")
+        BlendConfig.from_dict(recipe.settings).ratios(layers)
+        recipe.needs_question()  # its selector exists, and has these options
+    return recipe

@@ -4,6 +4,7 @@
 
 import json
 import logging
+import os
 
 import pytest
 
@@ -54,6 +55,11 @@ def test_arguments_override_recipe(shared_model, store):
         '{"settings": {"selector": "rule.py"}, "source": ""}',
         '{"settings": {"recompute_ratio": 2}, "source": ""}',
         '{"settings": {"seed": 1}, "source": ""}',
+        '{"settings": {"selector": "none such"}, "source": ""}',
+        '{"settings": {"selector": "ramp", "selector_options": {"none such": 1}}, "source": ""}',
+        '{"settings": {"check_layers": [999]}, "source": ""}',
+        "[" * 50_000,
+        " " * 70_000 + "{}",
     ],
 )
 def test_recipe_that_cannot_be_read_is_left_out_and_named(shared_model, store, tmp_path, caplog, text):
@@ -66,6 +72,16 @@ def test_recipe_that_cannot_be_read_is_left_out_and_named(shared_model, store, t
         assert BlendCache(model, again).config == BlendConfig()
         assert BlendCache(model, again).config == BlendConfig()
     assert [record.getMessage().count(path.name) for record in caplog.records] == [1]
+
+
+def test_recipe_that_is_no_file_keeps_nobody_waiting(shared_model, store, tmp_path):
+    model = shared_model()
+    store.recipes.put(fingerprint(model), TUNED)
+    [path] = (tmp_path / "kv" / "recipes").glob("*.json")
+    path.unlink()
+    os.mkfifo(path)
+    with ChunkStore.open(tmp_path / "kv") as again:
+        assert BlendCache(model, again).config == BlendConfig()
 
 
 def test_store_in_memory_keeps_recipe_and_one_in_part_asks_no_question(shared_model):
