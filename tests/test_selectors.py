@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every selector promises, checked on every selector that is found; then what each of them is for."""
 
+import itertools
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import ClassVar
@@ -52,13 +53,18 @@ def view(seed=0, pad=0):
     def pair(part):
         return fresh[part], stored[part]
 
+    known = torch.rand(2, 1, pad + tokens, generator=generator)
+
+    def weights(importance, words):
+        return known[0] ** importance * known[1] ** words
+
     def probe(receive, layers, rows=QUESTION):
         """Tell of one attention as if it were that of every layer."""
         seen = Attention(queries[:, :, -rows:], *states, columns[:, -min(rows, QUESTION) :])
         for layer in layers or range(LAYERS):
             receive(layer, seen, seen.weights())
 
-    return TokenView(CHECK, columns, table[0] >= 0, *table, pair, probe, LAYERS)
+    return TokenView(CHECK, columns, table[0] >= 0, *table, pair, probe, LAYERS, weights)
 
 
 def chosen(one, seen, ratio):
@@ -154,6 +160,19 @@ def test_ramp_takes_longer_heads_of_later_chunks():
     for pad in (0, 3):
         (marked,) = chosen(selector("ramp"), view(pad=pad), 11 / sum(CHUNKS))
         assert marked.nonzero().flatten().tolist() == [7, 8, 9, 10, 11, 12, *range(19, 24)]
+
+
+@pytest.mark.parametrize("factors", [*itertools.product((True, False), repeat=3)])
+def test_stored_importance_is_product_of_factors_that_are_on(factors):
+    seen = view(pad=3)
+    is_stored, is_ramp, has_words = factors
+    got = selector("stored-importance", importance=is_stored, ramp=is_ramp, words=has_words).score(seen)
+    expected = seen.weights(is_stored, has_words)[:, 3:]
+    if is_ramp:
+        expected = expected * selector("ramp").score(seen)
+    torch.testing.assert_close(got, expected)
+    bare = replace(seen, weights=None)
+    assert torch.equal(selector("stored-importance").score(bare), selector("ramp").score(bare))
 
 
 def test_observer_hides_what_each_mask_hides_and_rows_that_are_left_out():

@@ -161,8 +161,8 @@ def _fits_behind(model: nn.Module, key: ChunkKey, question_ids: tuple[int, ...])
 def importance_of(model: nn.Module, cache: Any, question_ids: tuple[int, ...]) -> Tensor | None:
     """What the last rows of a question behind cached tokens take from each of these; the cache has the question then.
 
-    It is attention times the length of V, the mean over these rows, the heads, and the layers in which the question
-    sees all tokens.
+    It is attention times the length of V, the mean over these rows, the heads, and the layers that keep all tokens;
+    over all layers where each has a window.
 
     Source: VATP (arXiv 2406.12335) for attention times the length of V.
 
@@ -176,11 +176,14 @@ def importance_of(model: nn.Module, cache: Any, question_ids: tuple[int, ...]) -
     """
     # Of the layers that keep all tokens, those whose attention can be listened to
     stock_states = dict(enumerate(stock_layers(text_config(model))))
-    modules: list[nn.Module] = []
+    keeping_all: list[nn.Module] = []
+    with_window: list[nn.Module] = []
     for index, layer in enumerate(decoder_layers(model)):
         states = stock_states.get(index)
-        if not (getattr(states, "is_sliding", False) or has_indexer(states)):
-            modules += LayerInfo.of(layer).attention
+        if not has_indexer(states):
+            found = with_window if getattr(states, "is_sliding", False) else keeping_all
+            found += LayerInfo.of(layer).attention
+    modules = keeping_all or with_window
     if not modules:
         return None
 

@@ -49,6 +49,8 @@ class TokenView:
             `probe(receive, layers, rows)` calls `receive` for some layers, increasing, and runs no further. With
             `rows`, no more than so many of the question's rows are computed, half of them its last.
         num_layers: how many layers the model has.
+        weights: gives how much each token matters as far as it is known without computing, `[batch, columns]` float32;
+            `weights(importance, words)` says what is multiplied, see `hf_blend.prefill.importance`. None: unknown.
     """
 
     layer: int
@@ -60,6 +62,7 @@ class TokenView:
     pair: Callable[[int], tuple[Tensor, Tensor]] = _unavailable
     probe: Callable[..., None] = _no_question
     num_layers: int = 1
+    weights: Callable[..., Tensor] | None = None
 
     def is_question(self, columns: Tensor) -> Tensor:
         """Which of some sorted columns are behind the last token with stored KV; a repeated column counts once.
