@@ -19,15 +19,8 @@ class Merging:
 
     @staticmethod
     def encode(text, add_special_tokens=True):
-        return [*([1] if add_special_tokens else []), *(50 + ord(letter) for letter in text.replace("ab", "A"))]
-
-
-@given(ids, st.lists(ids, min_size=1, max_size=4), ids)
-def test_spans_say_where_each_chunk_is(prefix, chunks, question):
-    prompt = build(None, prefix, chunks, question)
-    assert list(prompt.ids) == [*prefix, *sum(chunks, []), *question]
-    for (start, chunk, *_), ids_ in zip(prompt.spans, chunks, strict=True):
-        assert list(prompt.ids[start : start + len(chunk)]) == list(chunk) == ids_
+        ids = [50 + ord(letter) for letter in text.replace("ab", "A")]
+        return [1, *ids] if add_special_tokens else ids
 
 
 class Ending(Merging):
@@ -39,56 +32,57 @@ class Ending(Merging):
         return [1, 7, *bare, 2] if add_special_tokens else bare
 
 
+def spelled(ids):
+    """The letters of ids, and those that are none as digits."""
+    return "".join(chr(token - 50) if token > 50 else str(token) for token in ids)
+
+
+@given(ids, st.lists(ids, min_size=1, max_size=4), ids)
+def test_spans_say_where_each_chunk_is(prefix, chunks, question):
+    prompt = build(None, prefix, chunks, question)
+    assert prompt.ids == (*prefix, *sum(chunks, []), *question)
+    for (start, chunk, *_), expected in zip(prompt.spans, chunks, strict=True):
+        assert prompt.ids[start : start + len(chunk)] == chunk == tuple(expected)
+
+
 def test_build_merges_no_token_across_seam_and_puts_in_front_what_tokenizer_puts_there():
     made = build(Merging, "xa", ["ba", "b"], "b", separator="")
-    assert made.ids == (1, 170, 147, 148, 147, 148, 148)
-    assert len(tokenize(Merging, "xabab")) == 3
-    for prefix, front in ((None, (1,)), ("x", (1, 170)), ([7, 8], (7, 8)), ((), ())):
-        assert build(Merging, prefix, [[5]], [6]).prefix == front
-    made = build(Ending, "x", ["b"], [6])
-    assert made.ids == (1, 7, 170, 60, 60, 148, 6)
+    assert spelled(made.ids) == "1xababb"
+    assert spelled(tokenize(Merging, "xabab")) == "xAA"
+    for prefix, front in ((None, "1"), ("x", "1x"), ([7, 8], "78"), ((), "")):
+        assert spelled(build(Merging, prefix, [[5]], [6]).prefix) == front
+    assert spelled(build(Ending, "x", ["b"], [6]).ids) == "17x\n\nb6"
     assert front_ids(None) == ()
     assert tokenize(None, torch.tensor([4, 5])) == (4, 5)
 
 
 def test_build_separates_texts_and_chunks_keep_their_ids():
     prompt = build(Merging, "x", ["b", [9], "e\n", "f"], "q")
-    apart = (60, 60)
-    assert prompt.ids == (1, 170, *apart, 148, 9, 151, 60, 152, *apart, 163)
-    assert prompt.chunks == ((148,), (9,), (151, 60), (152,))
+    assert spelled(prompt.ids) == "1x\n\nb9e\nf\n\nq"
+    assert list(map(spelled, prompt.chunks)) == ["b", "9", "e\n", "f"]
     for left, right in (("b\n", "c"), ("b", " c"), ("b ", "\nc")):
         made = build(Merging, None, [left, right], [6])
-        assert made.spans[0].stop == made.spans[1].start, "white space is separation enough"
+        assert spelled(made.ids) == f"1{left}{right}6", "white space is separation enough"
     made = build(Merging, None, ["b", "c"], "d", separator="-")
-    assert made.ids == (1, 148, 95, 149, 95, 150)
-    assert build(Merging, torch.tensor([5, 6]), [], "b").ids == (5, 6, 148), "a conversation's ids are a prefix"
-
-
-def prompts():
-    return batch([build(None, [1], [[5, 6]], [7]), build(None, [1], [[5, 6]], [7, 8, 9])], pad_id=0)
-
-
-def found(rows, seen=None):
-    made = prompts()
-    prompt = made.find(rows, seen or [0] * len(rows))
-    return prompt and [made.prompts.index(one) for one in prompt]
+    assert spelled(made.ids) == "1b-c-d"
+    made = build(Merging, torch.tensor([5, 6]), [], "b")
+    assert spelled(made.ids) == "56b", "a conversation's ids are a prefix"
 
 
 def test_find_knows_rows_by_their_parts():
     first = [1, 5, 6, 7]
-    second = [1, 5, 6, 7, 8, 9]
-    cases = (
-        ([second, first, [*first, 70, 71]], None, [1, 0, 0]),  # with a candidate behind
-        ([[6, 7], [6, 7, 8, 9]], [2, 2], [0, 1]),
-        ([[70]], [4], None),  # what comes behind a prompt is no part of it
-        ([[], []], [9, 9], None),  # nor is nothing
-    )
-    for rows, seen, expected in cases:
-        assert found(rows, seen) == expected
+    second = [*first, 8, 9]
+    prompts = [build(None, [1], [[5, 6]], one[3:]) for one in (first, second)]
+    made = batch(prompts, pad_id=0)
+    candidate = [*first, 70, 71]  # of an assistant
+    assert made.find([second, first, candidate], [0, 0, 0]) == [prompts[1], prompts[0], prompts[0]]
+    assert made.find([first[2:], second[2:]], [2, 2]) == prompts
+    assert made.find([[70]], [4]) is None, "what comes behind a prompt is no part of it"
+    assert made.find([[], []], [9, 9]) is None, "nor is nothing"
 
 
 def test_build_all_takes_one_prefix_or_one_for_each_request():
-    made = build_all(Merging, "x", [[[5]], [[6]]], ["q", [9]])
-    assert [prompt.prefix for prompt in made] == [(1, 170)] * 2
-    made = build_all(Merging, ["x", [4]], [[[5]], [[6]]], ["q", "r"])
-    assert [prompt.prefix for prompt in made] == [(1, 170), (4,)]
+    chunks = [[[5]], [[6]]]
+    for prefix, fronts in (("x", ["1x", "1x"]), (["x", [4]], ["1x", "4"])):
+        made = build_all(Merging, prefix, chunks, ["q", [9]])
+        assert [spelled(prompt.prefix) for prompt in made] == fronts
