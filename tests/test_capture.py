@@ -192,11 +192,8 @@ def test_prompt_with_nothing_stored_runs_its_chunks_once(tiny_model, pieces):
         prefix = 5  # is what a prefix cache holds; the chunks stand behind BOS
         assert calls == [prefix, 1 + 17, 1 + 23, 1 + 31, inputs["input_ids"].shape[1]]
         report = cache.report
-        assert report.computed_chunks == 4
-        assert report.loaded_chunks == 0
-        assert report.compute_ms > 0
-        assert report.store_ms > 0
-        assert report.check_ms > 0
+        assert (report.computed_chunks, report.loaded_chunks) == (4, 0)
+        assert min(report.compute_ms, report.store_ms, report.check_ms) > 0
         calls.clear()
         again = BlendCache(model, store, selector="ramp")
         model(**again.inputs(None, **pieces()), past_key_values=again, logits_to_keep=1)
@@ -204,18 +201,6 @@ def test_prompt_with_nothing_stored_runs_its_chunks_once(tiny_model, pieces):
     assert again.report.computed_chunks == 0
     assert again.report.compute_ms == 0
     assert again.report.store_ms == 0
-
-
-def test_add_computes_missing_chunks_alone(tiny_model):
-    model = tiny_model()
-    store = ChunkStore.open("memory://")
-    chunks = [list(key.token_ids) for key in keys_of(9, 11, 5)]
-    store.add(model, None, chunks[:2])
-    calls = tokens_of_calls(model)
-    keys = store.add(model, None, chunks)
-    assert calls == [1 + 5]
-    assert [list(key.token_ids) for key in keys] == chunks
-    assert all(map(store.contains, keys))
 
 
 QUESTION = tuple(range(60, 86))  # more rows than are listened to

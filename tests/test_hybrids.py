@@ -21,7 +21,6 @@ from hf_blend.verify.model_under_test import ModelUnderTest
 from hf_blend.verify.runner import measure
 from tests import asking
 from tests.asking import memory, poisoned_memory, prepared
-from tests.chat_templates import CHATML, DOCUMENTS, small_tokenizer
 from tests.conftest import random_pieces, skip_in_the_oldest
 from tests.faults.damage import tensors_of
 
@@ -99,30 +98,6 @@ def test_generate_behind_blend_goes_on_as_stock(name, how):
         outputs.append(generated(model, inputs, kept, **how))
     assert torch.equal(*outputs)
     assert blended.report.reusable_tokens >= 35
-
-
-def test_chunks_behind_history_are_blended_beside_indexer():
-    model = subject_of("deepseek_v32").model
-    blended, inputs = prepared(model, pieces(), recompute_ratio=1.0)
-    first = generated(model, inputs, blended)
-    turn = {**pieces(seed=3), "prefix": first[0]}
-    inputs = blended.inputs(None, **turn)
-    as_stock(model, inputs, blended)
-    assert blended.report.reusable_tokens == 35
-
-
-def test_inputs_from_messages_go_on_in_cache_of_hybrid():
-    tokenizer = small_tokenizer("spaces")
-    model = tiny_model("qwen3_next", vocab_size=len(tokenizer), max_position_embeddings=2048)
-    blended = BlendCache(model, memory(), recompute_ratio=1.0)
-    messages = [{"role": "user", "content": DOCUMENTS[0]}]
-    for said in ("It is slow.", "Why?"):
-        given = {"chat_template": CHATML, "add_generation_prompt": True}
-        inputs = blended.inputs_from_messages(tokenizer, messages, DOCUMENTS[:1], chat_template=CHATML)
-        stock = tokenizer.apply_chat_template(messages, **given, return_dict=True, return_tensors="pt")
-        assert torch.equal(inputs["input_ids"], stock["input_ids"])
-        as_stock(model, inputs, blended)
-        messages = [*messages, {"role": "assistant", "content": said}, {"role": "user", "content": "And now?"}]
 
 
 def test_further_prompt_is_refused_where_model_would_ignore_state():

@@ -111,29 +111,6 @@ def test_text_before_documents_is_exact_from_second_request_on(known, cached):
     assert reports[1].exact_tokens == reports[0].exact_tokens > 10
 
 
-def test_conversation_goes_on_in_same_cache_and_another_begins_where_it_differs(known, cached):
-    model, tokenizer = known
-    cache = cached(recompute_ratio=1.0)
-    messages = [SYSTEM, ASKED]
-
-    def said(messages, documents):
-        inputs = cache.inputs_from_messages(tokenizer, messages, documents, chat_template=CHATML)
-        output = answer(model, cache, inputs)
-        assert torch.equal(output, model.generate(stock(tokenizer, messages, chat_template=CHATML), **WORDS))
-        return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :])
-
-    for turn in ("And who repaired it?", "Why?"):
-        answered = {"role": "assistant", "content": said(messages, DOCUMENTS)}
-        messages = [*messages, answered, {"role": "user", "content": turn}]
-    assert cache.report.past_tokens > 100, "only what is new was computed"
-    said([{**SYSTEM, "content": "Be brief."}, TURNS[2]], DOCUMENTS[1:])
-    assert cache.report.past_tokens < 20
-    cache.inputs_from_messages(tokenizer, [SYSTEM, ASKED], DOCUMENTS, chat_template=CHATML)
-    with pytest.raises(PromptError, match="built with the cache are known"):
-        model.generate(tokenizer("Something else.", return_tensors="pt")["input_ids"], past_key_values=cache, **WORDS)
-    said([SYSTEM, ASKED], DOCUMENTS)
-
-
 def test_inputs_from_messages_pad_batch_on_left(known, cached):
     model, tokenizer = known
     both = [[SYSTEM, ASKED], [TURNS[2]]]

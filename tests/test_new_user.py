@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The way of a new user: own documents, an own model, and mistakes."""
 
-import contextlib
 import io
 import json
 import random
@@ -12,8 +11,6 @@ import socket
 
 import pytest
 from worlds import REFERENCE
-
-from hf_blend.cli.main import main
 
 pytest.importorskip("semantic_text_splitter", reason="the extra rag is not installed: pip install hf-blend[rag]")
 pytest.importorskip("bm25s", reason="the extra rag is not installed: pip install hf-blend[rag]")
@@ -53,63 +50,28 @@ def here(here, written, monkeypatch):
     return here
 
 
-@pytest.fixture(scope="module")
-def indexed(written, model_folder, tmp_path_factory):
-    """A store with all of the documents, and what the command said."""
-    folder = tmp_path_factory.mktemp("indexed")
-    out = io.StringIO()
-    err = io.StringIO()
-    listening = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
-    with contextlib.chdir(written), listening[0], listening[1], pytest.raises(SystemExit) as ended:
-        main(["index", "notes", "--model", model_folder, "--store", str(folder / "kv"), "--json"])
-    assert not ended.value.code, err.getvalue()
-    return folder / "kv", json.loads(out.getvalue()), err.getvalue()
-
-
-def test_index_says_first_size_time_and_what_is_left_out(indexed):
-    _, found, said = indexed
-    assert found["documents"] == FILES
-    assert found["stored"] == found["chunks"] >= FILES
-    lines = said.splitlines()
-    assert lines[0].startswith("Left out: notes/table.xlsx (")
-    assert re.search(rf"^{FILES} documents in [\d,]+ chunks: [\d,]+ tokens, [\d.]+ MB of KV\.$", said, re.MULTILINE)
-    assert re.search(r"to compute, about \d+ (s|min) on ", said)
-
-
-def test_ask_reads_right_one_of_many_files_and_computes_no_document(indexed, here, run, model_folder):
-    store, _, _ = indexed
-    wanted = (here / "notes" / "note-06.txt").read_text()
-    question = f"What is said of {' '.join(wanted.split()[:12])}?"
-    words = (
-        "ask",
-        question,
-        "notes",
-        "--model",
-        model_folder,
-        "--store",
-        str(store),
-        "--max-new-tokens",
-        "2",
-        "--json",
-    )
-    code, out, err = run(*words)
-    assert code == 0, err
-    (row,) = json.loads(out)["rows"]
-    assert row["sources"][0]["name"] == "notes/note-06.txt"
-    assert json.loads(out)["chunks"]["computed"] <= 1  # the beginning of the prompt
-    assert wanted[row["sources"][0]["start"] : row["sources"][0]["stop"]].strip()
-
-
-def test_store_rm_removes_chunks_by_digest_and_by_model(indexed, here, run):
+def test_documents_are_indexed_asked_listed_and_removed(here, run, model_folder):
     def told(*words):
-        _, out, _ = run("store", *words, "--store", "kv", "--json")
+        code, out, err = run(*words, "--store", "kv", "--json")
+        assert code == 0, err
         return json.loads(out)
 
-    shutil.copytree(indexed[0], here / "kv")
-    first, *rows = told("ls")
-    assert told("rm", first["digest"][:20]) == {"removed": 1}
-    assert told("ls") == rows
-    assert told("rm", "--model", first["fingerprint"][:8]) == {"removed": len(rows)}
+    found = told("index", "notes", "--model", model_folder)
+    assert found["documents"] == FILES
+    assert found["stored"] == found["chunks"] >= FILES
+
+    text = (here / "notes" / "note-06.txt").read_text()
+    question = f"What is said of {' '.join(text.split()[:12])}?"
+    answered = told("ask", question, "notes", "--model", model_folder, "--max-new-tokens", 2)
+    assert answered["chunks"]["computed"] <= 1  # the beginning of the prompt
+    source = answered["rows"][0]["sources"][0]
+    assert source["name"] == "notes/note-06.txt"
+    assert text[source["start"] : source["stop"]].strip()
+
+    first, *rows = told("store", "ls")
+    assert told("store", "rm", first["digest"][:20]) == {"removed": 1}
+    assert told("store", "ls") == rows
+    assert told("store", "rm", "--model", first["fingerprint"][:8]) == {"removed": len(rows)}
 
 
 def mistakes():

@@ -10,7 +10,7 @@ import copy
 import pytest
 import torch
 
-from hf_blend import BlendCache, ConfigError
+from hf_blend import ConfigError
 from hf_blend.model.anatomy import decoder_layers
 from tests.asking import GREEDY, failing, generated, memory, prepared
 from tests.conftest import random_ids, random_pieces, shared_zoo_model, skip_in_the_oldest
@@ -168,13 +168,3 @@ def test_forward_of_another_model_is_refused_and_changes_nothing(kind, first_tur
     with pytest.raises(ConfigError, match="another model object"):
         step(other, cache)
     assert torch.equal(step(model, cache), step(model, twin))
-
-
-def test_plain_generate_beside_cache_is_that_of_model_alone(shared_model, untouched):
-    model = shared_model()
-    cache = BlendCache(model, memory())
-    inputs = cache.inputs(None, **random_pieces())
-    with untouched(model):
-        expected = model.generate(inputs["input_ids"], **GREEDY)
-    generated(model, inputs, cache)
-    assert torch.equal(model.generate(inputs["input_ids"], **GREEDY), expected)

@@ -88,10 +88,10 @@ def test_move_is_exact_where_turning_by_difference_of_angles_is_not():
     there = 100_003
     old = table(Half, here)
     new = table(Half, there)
-    difference = table(Half, there - here)
+    cos, sin = table(Half, there - here)
     stored = rotated(Half, fresh_keys(), old).float()
     expected = rotated(Half, fresh_keys(), new)
-    by_difference = rotated(Half, stored, tuple(part[:1].expand_as(part) for part in difference))
+    by_difference = rotated(Half, stored, (cos[:1], sin[:1]))
     assert relative_error(by_difference, expected) > 1e-4
     assert_close(moved(Half, stored, old, new), expected, 6e-7)
     assert relative_error(moved(Interleaved, stored, old, new), expected) > 0.1, "styles are not each other"

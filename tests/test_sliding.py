@@ -122,16 +122,3 @@ def test_it_shows_what_dynamic_sliding_layer_shows(window, recording):
         assert torch.equal(mine.values, theirs.values)
         assert mine.nbytes <= 2 * 2 * (8 + 6) * 4 * (2 * window + 50)
     assert mine.get_max_length() == theirs.get_max_length() == window
-
-
-@pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
-def test_history_that_parts_before_what_window_keeps_is_computed_again(pieces, family):
-    model = model_of(family, "sdpa")
-    cache, inputs = prepared(model, pieces(**FOUR_WINDOWS), recompute_ratio=1.0)
-    history = asking.generated(model, inputs, cache)
-    history[0, 40] = 9 if history[0, 40] == 8 else 8
-    stored = len(cache.store)
-    second = cache.inputs(None, chunks=pieces((20,), seed=4)["chunks"], question=[5, 6, 7], prefix=history[0])
-    assert cache.get_seq_length() == 0
-    as_stock(model, second, cache)
-    assert len(cache.store) == stored + 2, "the chunk, and the prefix that is asked again"

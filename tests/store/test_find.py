@@ -37,21 +37,18 @@ def naive(chunks: list[list[int]], prompt: list[int]) -> Iterator[tuple[int, int
         start += max(lengths, default=1)
 
 
-def whole(chunks, prompt, gone=()):
-    """The chunks that are whole in a prompt, where none of them can be found in part."""
-    found = matches(index_of(*chunks), prompt, gone=gone)
-    return [(start, start + tokens) for start, chunk, _, tokens in found if tokens == len(chunk)]
-
-
 @given(chunks=SHORT, gone=st.sets(st.integers(0, 11)), prompt=TOKENS)
 def test_find_gives_stored_chunks_that_cover_what_naive_search_covers(chunks, gone, prompt):
     removed = [chunk for number, chunk in enumerate(chunks) if number in gone]
     left = [chunk for chunk in chunks if chunk not in removed]
-    found = whole(chunks, prompt, removed)
-    for start, stop in found:
-        assert prompt[start:stop] in left
+    covered = set()
+    for start, chunk, _, tokens in matches(index_of(*chunks), prompt, gone=removed):
+        if tokens == len(chunk):  # none of these can be found in part
+            covered.update(range(start, start + tokens))
+            assert chunk in left
+            assert prompt[start : start + tokens] == chunk
     for start, stop in naive(left, prompt):
-        assert any(first < stop and start < last for first, last in found)
+        assert not covered.isdisjoint(range(start, stop))
 
 
 @pytest.mark.parametrize("question", [("g", (1,)), ("f", ()), ("f", (1, 1))])
@@ -79,13 +76,6 @@ def test_chunk_is_found_up_to_eight_other_tokens_at_either_end(length, head, tai
     assert found == [(start, chunk, head, length - head - tail)]
 
 
-def goes_on(prompt, chunk, place, inside):
-    """Whether a prompt holds, at a place, a token that a chunk holds at one."""
-    if not 0 <= place < len(prompt) or not 0 <= inside < len(chunk):
-        return False
-    return prompt[place] == chunk[inside]
-
-
 @given(st.lists(st.tuples(st.integers(8, 40), st.integers(0, 6)), min_size=1, max_size=6), st.integers(0, 10**6))
 def test_runs_are_in_prompt_without_overlap_and_cannot_be_longer(shapes, seed):
     source = random.Random(seed)
@@ -95,19 +85,21 @@ def test_runs_are_in_prompt_without_overlap_and_cannot_be_longer(shapes, seed):
         chunk = source.choices(range(10, 16), k=length)
         chunks.append(chunk)
         prompt += [1, *chunk[cut:], 2]
-    found = matches(index_of(*chunks), prompt)
-    covered = set()
+    free = {*range(len(prompt))}
+    edges = []  # what a longer run would have in the prompt and in the chunk
     stop = 0
-    for start, chunk, first, tokens in found:
+    for start, chunk, first, tokens in matches(index_of(*chunks), prompt):
         assert start >= stop, "from left to right, without overlap"
         assert tokens > 0
         stop = start + tokens
-        assert prompt[start:stop] == chunk[first : first + tokens]
-        covered.update(range(start, stop))
-    for start, chunk, first, tokens in found:
-        stop = start + tokens
-        assert start - 1 in covered or not goes_on(prompt, chunk, start - 1, first - 1)
-        assert stop in covered or not goes_on(prompt, chunk, stop, first + tokens)
+        last = first + tokens
+        assert prompt[start:stop] == chunk[first:last]
+        free.difference_update(range(start, stop))
+        if first:
+            edges.append((start - 1, chunk[first - 1]))
+        edges += [(stop, token) for token in chunk[last : last + 1]]
+    for position, token in edges:
+        assert position not in free or prompt[position] != token
 
 
 def test_longest_run_wins_among_many_chunks_with_one_beginning():
