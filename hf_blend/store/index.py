@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import stat
 import threading
 from array import array
 from bisect import bisect_left
@@ -26,7 +27,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .chunk import ChunkKey, ChunkSpan
-from .tiers.disk import write_atomically
+from .tiers.base import EntryFault
+from .tiers.disk import open_regular, write_atomically
 
 WINDOW = 8  # tokens; stored chunks are recognised by windows of so many, and whole ones by so many of their first
 BEHIND = 16  # tokens behind a window, by which chunks that share it are told apart
@@ -169,8 +171,8 @@ def logged_bytes(folder: Path) -> int:
     """Sum the sizes of all entries that the logs in a folder know of, with those that are gone."""
     total = 0
     for path in folder.glob("*.rows"):
-        with contextlib.suppress(OSError):
-            raw = path.read_bytes()
+        with contextlib.suppress(OSError, EntryFault):
+            raw = _content(path, 0, _MOST)
             rows = np.frombuffer(raw, _ROW, len(raw) // _ROW.itemsize)
             total += int(rows["nbytes"][rows["nbytes"] < _MOST].sum())
     return total
@@ -207,21 +209,23 @@ class ChunkIndex:
         if self._rows_path is None:
             return True
         with self._lock:
-            try:
-                info = os.stat(self._rows_path)
-            except FileNotFoundError:
-                is_same = self._identity is None
+            info = None
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                info = os.lstat(self._rows_path)
+            if info is None or not stat.S_ISREG(info.st_mode):
+                if self._identity is None:
+                    return True  # what could not be written is in memory
                 self._clear()
-                return is_same
+                return False
             identity = (info.st_dev, info.st_ino)
             is_same = identity == self._identity and info.st_size >= self._read_bytes
             if not is_same:
-                is_same = self._identity is None
+                is_same = self._identity is None and not len(self._rows)
                 self._clear()
                 self._identity = identity
             if info.st_size - self._read_bytes < _ROW.itemsize:
                 return is_same
-            with open(self._rows_path, "rb") as file:
+            with open(self._rows_path, "rb", opener=_private) as file:
                 file.seek(self._read_bytes)
                 raw = file.read(info.st_size - self._read_bytes)
             count = len(raw) // _ROW.itemsize
@@ -234,7 +238,8 @@ class ChunkIndex:
     def is_current(self, changed_s: float) -> bool:
         """Say whether the log was touched after the entries changed, which others may have done without it."""
         with contextlib.suppress(OSError):
-            return self._rows_path is not None and os.stat(self._rows_path).st_mtime >= changed_s
+            is_read = self._identity is not None
+            return is_read and self._rows_path is not None and os.stat(self._rows_path).st_mtime >= changed_s
         return False
 
     def touch(self) -> None:
@@ -490,14 +495,9 @@ class ChunkIndex:
             return bytes(self._ids[start : start + size])
         if self._ids_path is None:
             return b""
-        try:
-            handle = os.open(self._ids_path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return b""
-        try:
-            return os.pread(handle, min(size, _MOST_BYTES), start)
-        finally:
-            os.close(handle)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, EntryFault):
+            return _content(self._ids_path, start, min(size, _MOST_BYTES))
+        return b""
 
 
 def _merged(
@@ -582,4 +582,12 @@ def _are_sound(rows: np.ndarray) -> np.ndarray:
 
 def _private(path: str, flags: int) -> int:
     """Open a file that only its owner may read, and no link."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+
+
+def _content(path: Path, start: int, size: int) -> bytes:
+    """So many bytes of a file from a start on, fewer at its end; raises EntryFault where it is no regular file."""
+    with contextlib.closing(open_regular(path)) as source:
+        content = bytearray(max(0, min(size, source.stat.nbytes - start)))
+        source.read_into(start, memoryview(content))
+        return bytes(content)

@@ -46,6 +46,25 @@ def test_store_opens_from_its_log_without_listing_or_reading_entries(root, monke
     assert found(reopened(root)) == TEXTS
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
+@pytest.mark.parametrize("name", ["index", "rows", "ids"])
+def test_what_is_no_file_in_place_of_log_keeps_nobody_waiting(root, name, make, chunk):
+    new = tuple(range(400, 430))
+    if name == "index":
+        shutil.rmtree(root / name)
+        make(root / name)
+    else:
+        path = log(root, name)
+        path.unlink()
+        make(path)
+    with reopened(root) as store:
+        known = found(store)
+        assert known == ([] if name == "ids" else TEXTS), "ids that are lost hide their chunks until these are used"
+        store.put(chunk(new))
+        for _ in range(2):
+            assert found(store, [*PROMPT, *new]) == [*known, new]
+
+
 @pytest.mark.parametrize("suffixes", [("rows",), ("ids",), ("rows", "ids")])
 @pytest.mark.parametrize("spoil", ["gone", "empty", "noise", "half", "another"])
 def test_spoilt_log_is_made_again_or_gives_no_wrong_key(root, suffixes, spoil):
