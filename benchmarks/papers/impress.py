@@ -13,7 +13,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,6 @@ CANNOT_SHOW = (
     "time saved: blocks are read from memory, so times to the first token are those of computing and choosing. Bytes "
     "are what a slow disk would be asked for; `python benchmarks/bench.py partial-load` measures times.",
     "other models: how far heads agree is a property of trained weights. Random weights agree no more than chance.",
-    "reordering by a chunk's own past questions: a sample's chunks are reordered by what another sample's question "
-    "found important in them.",
 )
 MemoryTier = plugins.load("store.tiers", "memory")
 Progress = Callable[[str, Iterator[Any], int], Any]
@@ -59,13 +57,13 @@ class Way:
     alpha: float = ALPHA
     block_tokens: int = BLOCK_TOKENS
     probes: int | None = None
-    is_reordered: bool = False
+    is_ordered: bool = False  # by the importance of tokens
 
     @property
     def name(self) -> str:
         """What tells it from other ways."""
         probes = "own" if self.probes is None else self.probes
-        order = ", reordered" if self.is_reordered else ""
+        order = ", ordered" if self.is_ordered else ""
         return f"share {self.share:g}, alpha {self.alpha:g}, blocks of {self.block_tokens}, probes {probes}{order}"
 
 
@@ -86,7 +84,7 @@ def figures_of(kv_heads: int, is_small: bool = False) -> dict[str, list[Way]]:
         "alpha": [Way(alpha=alpha) for alpha in few((ALPHA, 1.0, 2.0))],
         "probe-heads": [Way(probes=count) for count in few(heads)],
         "block-tokens": [Way(block_tokens=size) for size in few((8, BLOCK_TOKENS, 32))],
-        "ablation": [WHOLE, STATIC, Way(), Way(is_reordered=True)],
+        "ablation": [WHOLE, STATIC, Way(), Way(is_ordered=True)],
     }
 
 
@@ -95,7 +93,7 @@ TITLES = {
     "alpha": "The threshold at which probe heads agree",
     "probe-heads": "How many KV heads are probed",
     "block-tokens": "Tokens of a block (the paper's chunk)",
-    "ablation": "Ablation: everything, the first blocks, probe heads, reordering",
+    "ablation": "Ablation: everything, the first blocks, probe heads, important tokens together",
     "heads": "Jaccard index of the KV heads' important blocks, layer by layer, against chance",
 }
 
@@ -117,7 +115,7 @@ def impress(
             ways = list(dict.fromkeys([*(way for found in figures.values() for way in found), Way(probes=kv_heads)]))
             loop = progress(name, iter(range(len(samples))), len(samples)) if progress else range(len(samples))
             for number in loop:
-                bench.answer(samples[number], samples[number - 1].question, ways)
+                bench.answer(samples[number], ways)
         lines = list(opened.lines.values())
     made = [
         {"name": figure, "title": TITLES[figure], "rows": _rows(lines, [way.name for way in ways])}
@@ -192,7 +190,7 @@ class _Bench:
         self._fingerprint = fingerprint(model)
 
     @torch.no_grad()
-    def answer(self, sample: Sample, other: tuple[int, ...], ways: Sequence[Way]) -> None:
+    def answer(self, sample: Sample, ways: Sequence[Way]) -> None:
         """Answer a sample by full prefill and by every way; nothing if the folder has it."""
         if all(
             (*self._names, name, None, sample.id) in self._folder.lines for name in (FULL, *(w.name for w in ways))
@@ -206,30 +204,24 @@ class _Bench:
         lines = [self._line(FULL, sample, full, {})]
         stores: dict[tuple[int, bool], ChunkStore] = {}
         for way in ways:
-            where = (way.block_tokens, way.is_reordered)
+            where = (way.block_tokens, way.is_ordered)
             if where not in stores:
-                stores[where] = self._blocks(store, sample, other, way)
+                stores[where] = self._blocks(store, sample, way)
             loader = _InPart(self._model, self._tokenizer, stores[where], length, way)
             found = loader.answer([sample])[0]
             lines.append(self._line(way.name, sample, found, {**vars(loader.report), "jaccard": loader.jaccard}))
         self._folder.add(lines)
 
-    def _blocks(self, store: ChunkStore, sample: Sample, other: tuple[int, ...], way: Way) -> ChunkStore:
-        """The sample's chunks as blocks, in the order that another question found important if that is asked."""
+    def _blocks(self, store: ChunkStore, sample: Sample, way: Way) -> ChunkStore:
+        """The sample's chunks as blocks, with the important tokens first if that is asked."""
         blocks = ChunkStore(None, [MemoryTier()])
-        reader = keep_in_blocks(blocks, way.block_tokens)
+        keep_in_blocks(blocks, way.block_tokens)
         before = (*front_ids(self._tokenizer), *sample.prefix)
         keys = store.keys(self._model, self._tokenizer, sample.chunks)
         for key in [*keys, *([ChunkKey(self._fingerprint, (), before)] if before else [])]:
             chunk = store.get(key)
             if chunk is not None:
-                blocks.put(chunk)
-        if way.is_reordered:
-            asked = Sample(sample.id, sample.prefix, sample.chunks, other, ())
-            _InPart(self._model, self._tokenizer, blocks, 1, way).answer([asked])
-            for chunk in map(blocks.get, keys):
-                if chunk is not None:
-                    reader.write_blocks(chunk)
+                blocks.put(chunk if way.is_ordered else replace(chunk, importance=None, question=""))
         return blocks
 
     def _line(self, name: str, sample: Sample, found: Outcome, report: Mapping[str, Any]) -> dict[str, Any]:

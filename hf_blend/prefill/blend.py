@@ -57,9 +57,6 @@ class PartialLoader(StoredStates, Protocol):
     def capture(self, index: int, module: nn.Module, rows: Rows | None, past: int) -> AttentionCapture | None:
         """The capture of a layer's attention; None where it is not needed."""
 
-    def finish(self) -> None:
-        """Tell the store, at the end of the forward."""
-
     def begin(self, index: int, rows: Rows | None, plan: Plan) -> None:
         """Find out what of a layer can be loaded in part; no rows: all tokens are computed."""
 
@@ -292,8 +289,6 @@ class Prefill:
         self._leave_layer()
         if self._settles:
             self._settle(len(self._kinds))
-        if self.loader is not None:
-            self.loader.finish()
         if plan.replaced:
             self.report.computed_chunks += len(plan.replaced)
             self.report.loaded_chunks -= len(plan.replaced)

@@ -29,7 +29,6 @@ from ...store.entry import (
     tensor_digest,
 )
 from ...store.tiers.base import EntryFault, Source, as_fault
-from .importance import TokenImportance
 
 BLOCKS = "hf_blend.blocks/4"
 BLOCK_TOKENS = 16
@@ -41,29 +40,23 @@ class BlockFormat(EntryFormat):
 
     kinds = (BLOCKS, KIND)
 
-    def __init__(self, codec: str, importance: TokenImportance, block_tokens: int) -> None:
+    def __init__(self, codec: str, block_tokens: int) -> None:
         super().__init__(codec)
-        self._importance = importance
         self._block_tokens = block_tokens
 
     def pack(self, chunk: ChunkKV, order: Sequence[int] | None = None) -> PackedChunk:
-        """Pack a chunk with its tokens in an order; None is the most important first."""
+        """Pack a chunk with its tokens in an order; None is the most important first, as they are if it is unknown."""
         if not has_blocks(chunk):
             return super().pack(chunk)
-        order = self._order(chunk) if order is None else order
+        if order is None:
+            order = range(chunk.tokens)
+            if chunk.importance is not None:
+                order = chunk.importance.argsort(descending=True, stable=True).tolist()
         return BlockedChunk(chunk, self.codec, order, self._block_tokens)
 
     def open(self, source: Source, key: ChunkKey, layout: Layout | None) -> "BlockReader":
         """Check the header of an entry, which may be a plain one."""
         return BlockReader(source, key, layout)
-
-    def _order(self, chunk: ChunkKV) -> Sequence[int]:
-        """Give the tokens of a chunk, the most important first; in order if their importance is unknown."""
-        record = self._importance.get(chunk.key.digest)
-        if record is None:
-            return range(chunk.tokens)
-        order: list[int] = record.scores.argsort(descending=True, stable=True).tolist()
-        return order
 
 
 class BlockedChunk(PackedChunk):

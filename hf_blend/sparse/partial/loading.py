@@ -45,7 +45,6 @@ class PartialConfig:
     share: float = 0.25  # of a prompt's blocks that a layer loads, above 0 up to 1
     alpha: float = 0.6  # probe heads agree above j^alpha, j the agreement of random sets
     block_tokens: int = BLOCK_TOKENS
-    reorder: bool = True  # store important tokens together
 
     def __post_init__(self) -> None:
         are_numbers = all(type(number) in (int, float) for number in (self.share, self.alpha))
@@ -58,8 +57,6 @@ class PartialConfig:
             raise ConfigError(
                 f"partial has block_tokens={self.block_tokens!r}, expected a whole number from 1 on. Try 16."
             )
-        if not isinstance(self.reorder, bool):
-            raise ConfigError(f"partial has reorder={self.reorder!r}, expected True or False.")
 
     @classmethod
     def of(cls, settings: float | Mapping[str, Any]) -> "PartialConfig":
@@ -69,7 +66,7 @@ class PartialConfig:
 
     def apply(self, store: ChunkStore) -> None:
         """Have a store keep chunks in blocks, and requests load some of them."""
-        keep_in_blocks(store, self.block_tokens, self.reorder)
+        keep_in_blocks(store, self.block_tokens)
         store.part_loader = partial(PartialLoading, share=self.share, alpha=self.alpha)
 
 
@@ -105,7 +102,6 @@ class PartialLoading:
         self._fallback_layers = 0
         self._unseen = 0.0
         self._readers: set[BlockReader] = set()
-        self._attention_sums: dict[PlacedChunk, Tensor] = {}  # that the probe heads gave each token, over layers
 
     @property
     def report(self) -> LoadReport:
@@ -233,25 +229,11 @@ class PartialLoading:
         """The attention modules of a layer that can be replaced: some models look up no function for theirs."""
         return LayerInfo.of(decoder_layers(self._cache.model)[index]).attention
 
-    def finish(self) -> None:
-        """End the forward: report to the store how much attention the question gave each token."""
-        chunks = sorted(self._attention_sums, key=lambda placed: placed.start)
-        if chunks:
-            scores = torch.cat([self._attention_sums[placed] for placed in chunks])
-            scores = scores / scores.mean().clamp_min(1e-20)  # as multiples of what a token got on average
-            for placed, of_chunk in zip(chunks, scores.split([placed.tokens for placed in chunks]), strict=True):
-                if placed.is_whole:
-                    self._store.layer_reader.record_attention(placed.chunk.key, of_chunk)
-        self._attention_sums.clear()
-
     def _choose(
         self, states: "_LayerStates", question: "_Question", chunks: Sequence[PlacedChunk]
     ) -> list[list[int]] | None:
         """The blocks of each chunk; None if the heads do not agree."""
         scores = question.scores(states, chunks, self._probes(states.keys.shape[1]))
-        by_chunk = scores.mean(dim=0).split([placed.tokens for placed in chunks])
-        for placed, attention in zip(chunks, by_chunk, strict=True):
-            self._attention_sums[placed] = self._attention_sums.get(placed, 0) + attention
         count = math.ceil(self._share * sum(len(_every(placed)) for placed in chunks))
         blocks = self._agreed(states.index, _by_block(scores, chunks), count)
         return None if blocks is None else _by_chunk(blocks, chunks)

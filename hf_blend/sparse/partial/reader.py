@@ -5,45 +5,33 @@
 from collections.abc import Sequence
 from weakref import finalize
 
-from torch import Tensor
-
 from ...store import ChunkStore
 from ...store.chunk import ChunkKey, ChunkKV, Layout
 from ...store.store import OpenEntry
 from ...store.stream import LayerReader
 from ...store.tiers.base import EntryFault
 from .blocked import BLOCK_TOKENS, BlockFormat, has_blocks
-from .importance import TokenImportance
 from .layers import PartialLayers, Recompute
 
-FIRST_REQUESTS = 4  # after which a chunk is ordered first; then after twice as many each time
 
-
-def keep_in_blocks(store: ChunkStore, block_tokens: int = BLOCK_TOKENS, reorders: bool = False) -> "PartialReader":
+def keep_in_blocks(store: ChunkStore, block_tokens: int = BLOCK_TOKENS) -> "PartialReader":
     """Have a store write chunks in blocks, and give them to requests as `PartialLayers`."""
-    importance = TokenImportance()
-    blocks = BlockFormat(store.format.codec, importance, block_tokens)
-    store.format = blocks
-    store.layer_reader = reader = PartialReader(store, blocks, importance, reorders)
+    store.format = blocks = BlockFormat(store.format.codec, block_tokens)
+    store.layer_reader = reader = PartialReader(store, blocks)
     return reader
 
 
 class PartialReader(LayerReader):
     """Gives chunks whose blocks are read when a request has chosen them.
 
-    A chunk of a farther tier, or of a kind that cannot be in blocks, is read whole. With `reorders` a chunk that
-    requests have reported often enough is written again, its important tokens in the same blocks.
+    A chunk of a farther tier, or of a kind that cannot be in blocks, is read whole.
     """
 
     uses_memory = False
 
-    def __init__(
-        self, store: ChunkStore, blocks: BlockFormat, importance: TokenImportance, reorders: bool = False
-    ) -> None:
+    def __init__(self, store: ChunkStore, blocks: BlockFormat) -> None:
         self._store = store
         self._format = blocks
-        self.importance = importance
-        self._reorders = reorders
         self._near = store.tiers[0]
 
     def stream(self, key: ChunkKey, layout: Layout | None) -> ChunkKV | None:
@@ -81,22 +69,3 @@ class PartialReader(LayerReader):
     def write_blocks(self, chunk: ChunkKV, order: Sequence[int] | None = None) -> None:
         """Write a chunk in blocks, its tokens in an order; None is by importance."""
         self._store.replace(self._near, self._format.pack(chunk, order))
-
-    def record_attention(self, key: ChunkKey, scores: Tensor) -> None:
-        """Average the attention `[tokens]` that requests gave a chunk; write it in a new order where that is due."""
-        record = self.importance.record(key.digest, scores)
-        if self._reorders and is_due(record.requests):
-            self._reorder(key)
-
-    def _reorder(self, key: ChunkKey) -> None:
-        """Write a chunk again, its tokens by importance."""
-        if not self._near.contains(self._store.name(key.digest)):
-            return
-        chunk = self._store.get(key)
-        if chunk is not None and has_blocks(chunk):
-            self.write_blocks(chunk)
-
-
-def is_due(requests: int) -> bool:
-    """Return True if a chunk should be ordered after so many reports: 4, 8, 16, …, so that it is written seldom."""
-    return requests >= FIRST_REQUESTS and requests & (requests - 1) == 0
