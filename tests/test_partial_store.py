@@ -6,6 +6,7 @@ import copy
 import os
 import signal
 from contextlib import nullcontext
+from itertools import pairwise
 
 import pytest
 import torch
@@ -94,21 +95,22 @@ def test_damaged_block_costs_time_and_changes_no_answer(model, tmp_path, ratio):
         for _ in range(2):  # the first computes the chunks
             expected, cache = logits_of(model, store, **settings)
     assert cache.report.partial["unseen_share"] > 0
-    kept = {path: path.read_bytes() for path in block_files(tmp_path)}
     path = block_files(tmp_path)[-1]
-    for part in range(8):
-        bad = bytearray(kept[path])
-        first = first_block(bad)
-        for place in range(first + part * (len(bad) - first) // 8, first + (part + 1) * (len(bad) - first) // 8):
-            bad[place] ^= 1
+    good = path.read_bytes()
+    first = first_block(good)
+    bounds = [first + part * (len(good) - first) // 8 for part in range(9)]
+    for start, stop in pairwise(bounds):
+        bad = bytearray(good)
+        for position in range(start, stop):
+            bad[position] ^= 1
         path.write_bytes(bad)
         with ChunkStore.open(tmp_path, **given) as store:
             got, cache = logits_of(model, store, **settings)
-            assert torch.equal(got, expected), (part, faults(store), cache.report.partial)
+            assert torch.equal(got, expected), (start, faults(store), cache.report.partial)
             if faults(store):
                 assert cache.report.computed_chunks == 1
-                assert path.read_bytes() == kept[path], "written again, in the order that it had"
-        path.write_bytes(kept[path])
+                assert path.read_bytes() == good, "written again, in the order that it had"
+        path.write_bytes(good)
 
 
 BATCH = {"prefix": [5, 6], "chunks": [CHUNKS, CHUNKS[::-1]], "question": [[7, 8], [9, 10, 11]]}
