@@ -12,7 +12,8 @@ A prompt has the chunks that hold the answer and those that share most rare word
 the data, behind the model's chat template. The error is the KL divergence of the next-token distribution from full
 prefill's, in nats: the mean over full prefill's own greedy answer of at most 20 tokens, teacher-forced. Chunks are
 computed once for all rules. Times are CPU seconds of one thread up to the first token, all methods of a prompt in
-turns in one process. The first ten prompts of a file choose; the others report.
+turns in one process. The first ten prompts of a file chose the default rule, among more methods than are run now;
+the others report.
 """
 
 import argparse
@@ -24,9 +25,6 @@ import statistics
 import string
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,56 +33,30 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from hf_blend import BlendCache, ChunkStore, plugins
+from hf_blend import BlendCache, ChunkStore
 from hf_blend.errors import HfBlendError
 from hf_blend.evaluation.bundled import load_model
 from hf_blend.evaluation.scores.word_f1 import WordF1
 from hf_blend.evaluation.summary import share_interval
-from hf_blend.model.capture import default_prefix
-from hf_blend.selectors.base import TokenView
 
 RESULTS = Path(__file__).parent / "results"
-PRESCRIBED = str(Path(__file__).parent / "rules" / "prescribed.py")
 FILES = {"musique": "musique_cacheblend.jsonl", "2wikimqa": "2wikimqa_cacheblend_clean.jsonl"}
 SYSTEM = "Answer the question from the documents. Reply with the answer only, in a few words."
 PLAIN = "Answer the question based on the passages.\n\n{}\n\nQuestion: {}\nShort answer:"  # without a chat template
 SEED = 7
 ANSWER_TOKENS = 20
 CHOOSING = 10  # prompts
-QUESTION_ROWS = 16
-QUESTIONS = (
-    "What is the name of the person, place, date or thing that is asked about?",
-    "Which fact in this text would be looked up, and who or what is it about?",
-    "When and where did it happen, and who was involved?",
-)
 COMMON = frozenset(
     "the a an of in on at to and or is was are were which what who whom when where how many much did does do for by "
     "with from that this it its his her their as be been one two".split()
 )
 UNIT = "none=0"
-CHOICE = (
+METHODS = (
     UNIT,
     "random=0.15",
-    "ramp=0.15",
     "kv-deviation=0.15",
-    "expected-error=0.15",
-    "stored=0.15",
-    "stored-ramp=0.15",
-    "stored-late-ramp=0.15",
-    "stored-three-ramp=0.15",
-    "stored-ramp-chunk=0.15",
-    "stored-ramp-words=0.15",
-    "stored-ramp-links=0.15",
-    "stored-ramp-chunk-words-links=0.15",
+    *(f"stored-importance={charge}" for charge in (0.05, 0.1, 0.15, 0.3)),
 )
-REPORT = (
-    UNIT,
-    *(f"{rule}={charge}" for rule in ("random", "kv-deviation", "stored-ramp") for charge in (0.05, 0.1, 0.15, 0.3)),
-    "ramp=0.15",
-    "expected-error=0.15",
-    "expected-error=0.3",
-)
-METHODS = {"choice": CHOICE, "report": REPORT}
 Row = dict[str, Any]
 
 
@@ -132,46 +104,6 @@ def read_prompts(path: Path, count: int) -> list[Row]:
     return prompts
 
 
-# What is known of a prompt's tokens before the blend
-
-
-@dataclass
-class Features:
-    """What a rule without a look multiplies; each `[tokens]` float32 over the tokens of a selector's view.
-
-    Attributes:
-        importance: what a question of no content takes of each token: attention times the length of V, mean of layers.
-        late: the same of the last third of the layers.
-        three: the mean over three such questions.
-        ramp: the estimate of the error by the token's offset in its chunk and the chunk's offset in the prompt.
-        chunk: how much of the question's rare words the token's chunk has, 1 on average.
-        words: 3 within 8 tokens of a rare word of the question, else 1.
-        links: 2 where a rare token stands in an earlier chunk, too, else 1.
-    """
-
-    importance: Tensor
-    late: Tensor
-    three: Tensor
-    ramp: Tensor
-    chunk: Tensor
-    words: Tensor
-    links: Tensor
-
-
-RULES: dict[str, Callable[[Features], Tensor]] = {
-    "stored": lambda known: known.importance,
-    "stored-ramp": lambda known: known.importance * known.ramp,
-    "stored-late-ramp": lambda known: known.late * known.ramp,
-    "stored-three-ramp": lambda known: known.three * known.ramp,
-    "stored-ramp-chunk": lambda known: known.importance * known.ramp * known.chunk,
-    "stored-ramp-words": lambda known: known.importance * known.ramp * known.words,
-    "stored-ramp-links": lambda known: known.importance * known.ramp * known.links,
-    "stored-ramp-chunk-words-links": lambda known: (
-        known.importance * known.ramp * known.chunk * known.words * known.links
-    ),
-}
-
-
 class Bench:
     """A model and what is measured on it.
 
@@ -184,7 +116,6 @@ class Bench:
         torch.set_num_threads(1)
         torch.set_grad_enabled(False)
         self.model, self.tokenizer = load_model(parted_models.locate(name), dtype=dtype)
-        self.prefix_ids = default_prefix(self.model, self.tokenizer)
 
     def inputs(self, cache: BlendCache, row: Row) -> Any:
         """Build the prompt of a row for a cache."""
@@ -194,81 +125,6 @@ class Bench:
         user = f"{documents}\n\nQuestion: {row['question']}"
         messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": user}]
         return cache.inputs_from_messages(self.tokenizer, messages, row["chunks"])
-
-    def question_ids(self, question: str) -> list[int]:
-        """What stands behind the chunks of a prompt that asks a question."""
-        if not self.tokenizer.chat_template:
-            text = PLAIN.format("|||", question)
-        else:
-            messages = [
-                {"role": "system", "content": SYSTEM},
-                {"role": "user", "content": f"|||\n\nQuestion: {question}"},
-            ]
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        behind = text.partition("|||")[2]
-        return list(self.tokenizer(behind, add_special_tokens=False).input_ids)
-
-    def importance(self, chunk_ids: list[int]) -> Tensor:
-        """What questions of no content take of a chunk computed alone, `[questions, layers, tokens]` float32.
-
-        Layers with a window are left out: in a prompt the question does not see most chunks there.
-        """
-        cache = DynamicCache()
-        self.model(torch.tensor([[*self.prefix_ids, *chunk_ids]]), past_key_values=cache, logits_to_keep=1)
-        known = cache.get_seq_length()
-        kinds = getattr(self.model.config, "layer_types", None) or ["full_attention"] * len(cache.layers)
-        before = len(self.prefix_ids)
-        self.model.set_attn_implementation("eager")
-        by_question = []
-        for question in QUESTIONS:
-            ids = self.question_ids(question)
-            attentions = self.model(torch.tensor([ids]), past_key_values=cache, output_attentions=True).attentions
-            by_layer = []
-            for layer, weights in enumerate(attentions):
-                if kinds[layer] == "full_attention":
-                    by_layer.append(taken(weights, cache.layers[layer].values)[before:known])
-            by_question.append(torch.stack(by_layer))
-            cache.crop(-len(ids))
-        self.model.set_attn_implementation("sdpa")
-        return torch.stack(by_question)
-
-    def features(self, view: TokenView, row: Row, prompt_ids: Tensor) -> Features:
-        """What is known of the tokens of a selector's view; the prompt's ids are `[tokens]`."""
-        offset = view.offset[0]
-        starts = torch.where(view.reusable[0], view.columns[0] - offset, -1)
-        chunk_starts = starts.unique().tolist()[1:]  # a chunk may be reused in several runs, numbered apart
-        chunk = torch.tensor([chunk_starts.index(start) if start >= 0 else -1 for start in starts.tolist()])
-        ids = prompt_ids[view.columns[0]]
-        late = torch.zeros(len(chunk))
-        three = torch.zeros(len(chunk))
-        first = torch.zeros(len(chunk))
-        for number in range(int(chunk.max()) + 1):
-            inside = (chunk == number).nonzero().flatten()
-            start = chunk_starts[number]
-            end = start + int(view.chunk_tokens[0, inside[0]])
-            of_tokens = self.importance(prompt_ids[start:end].tolist())[:, :, offset[inside]]
-            layers = of_tokens.shape[1]
-            first[inside] = of_tokens[0].mean(0)
-            three[inside] = of_tokens.mean((0, 1))
-            late[inside] = of_tokens[0, layers - math.ceil(layers / 3) :].mean(0)
-        ramp = plugins.load("selectors", "ramp")({}).score(view)[0]
-        return Features(
-            first, late, three, ramp, chunk_weight(row, chunk), self.near_words(row, ids, chunk), linked(ids, chunk)
-        )
-
-    def near_words(self, row: Row, ids: Tensor, chunk: Tensor) -> Tensor:
-        """3 within 8 tokens of a token that the question has and at most half of the chunks, else 1: `[tokens]`."""
-        texts = [row["question"], f" {row['question']}", f" {row['question'].lower()}"]
-        asked = {token for text in texts for token in self.tokenizer(text, add_special_tokens=False).input_ids}
-        chunks_with = Counter()
-        for number in range(len(row["chunks"])):
-            chunks_with.update(set(ids[chunk == number].tolist()))
-        rare = {token for token in asked if chunks_with[token] <= len(row["chunks"]) / 2}
-        weight = torch.ones(len(ids))
-        for index, token in enumerate(ids.tolist()):
-            if token in rare and chunk[index] >= 0:
-                weight[max(0, index - 8) : index + 9] = 3.0
-        return weight
 
     def full(self, ids: Tensor) -> tuple[Tensor, Tensor, float]:
         """Full prefill's greedy answer `[tokens]`, its log probabilities `[tokens, words]`, CPU ms to the first."""
@@ -318,55 +174,19 @@ class Bench:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
 
-def taken(weights: Tensor, values: Tensor) -> Tensor:
-    """Attention of the last rows times the length of V, mean over rows and heads.
-
-    Shapes: weights `[1, heads, rows, keys]`, values `[1, kv_heads, keys, head_dim]` → `[keys]` float32.
-    """
-    by_head = weights[0, :, -QUESTION_ROWS:].float().mean(1)
-    by_kv_head = by_head.view(values.shape[1], -1, by_head.shape[-1]).mean(1)
-    return (by_kv_head * values[0].float().norm(dim=-1)).mean(0)
-
-
-def chunk_weight(row: Row, chunk: Tensor) -> Tensor:
-    """How much of the question's rare words a token's chunk has, 1 on average over the chunks: `[tokens]`."""
-    rarity = torch.tensor(shared_rarity(row["chunks"], row["question"])) + 0.5
-    weight = rarity / rarity.mean()
-    return torch.where(chunk >= 0, weight[chunk.clamp_min(0)], 1.0).float()
-
-
-def linked(ids: Tensor, chunk: Tensor) -> Tensor:
-    """2 where a token that at most half of the chunks have is in an earlier chunk too, else 1: `[tokens]`."""
-    count = int(chunk.max()) + 1
-    by_chunk = [set(ids[chunk == number].tolist()) for number in range(count)]
-    chunks_with = Counter(token for tokens in by_chunk for token in tokens)
-    seen: set[int] = set()
-    weight = torch.ones(len(ids))
-    for number in range(count):
-        for index in (chunk == number).nonzero().flatten().tolist():
-            token = int(ids[index])
-            if token in seen and chunks_with[token] <= count / 2:
-                weight[index] = 2.0
-        seen |= by_chunk[number]
-    return weight
-
-
 # Measuring
 
 
-def settings_of(rule: str, ratio: float, score: Callable[[TokenView], Tensor] | None) -> Row:
+def settings_of(rule: str, ratio: float) -> Row:
     """What `BlendCache` takes for a rule."""
-    if score is None:
-        return {"selector": rule, "recompute_ratio": ratio}
-    plugins.load("selectors", PRESCRIBED).rule = score
-    return {"selector": PRESCRIBED, "recompute_ratio": ratio}
+    return {"selector": rule, "recompute_ratio": ratio}
 
 
 def ratio_of(bench: Bench, rule: str, charge: float, row: Row, store: ChunkStore) -> float | None:
     """The ratio at which a rule is charged so much, on a prompt that is not reported; None if at none."""
     charged = []
     for ratio in (0.02, 0.25):
-        cache = bench.blended(row, store, torch.zeros(1, dtype=torch.long), settings_of(rule, ratio, None))[2]
+        cache = bench.blended(row, store, torch.zeros(1, dtype=torch.long), settings_of(rule, ratio))[2]
         charged.append(float(cache.report.charged_budget))
     ratio = 0.02 + (charge - charged[0]) * 0.23 / (charged[1] - charged[0])
     return round(ratio, 4) if ratio > 0.002 else None
@@ -395,20 +215,17 @@ def run(arguments: argparse.Namespace) -> None:
     apart = rows.pop()
     apart_store = ChunkStore.open("memory://")
     found: dict[tuple[str, str], float | None] = {("none", "0"): 0.0}
-    if arguments.limit:
-        rows = rows[: arguments.limit]
-    for number, row in enumerate(rows):
-        methods = METHODS["choice" if number < CHOOSING else "report"]
-        missing = [method for method in methods if (row["id"], method) not in done]
+    numbered = list(enumerate(rows))[arguments.first : arguments.limit or None]
+    for number, row in numbered:
+        missing = [method for method in METHODS if (row["id"], method) not in done]
         if not missing:
             continue
         for method in missing:
             rule, charge = method.split("=")
             if method not in ratios:
-                like = "ramp" if rule in RULES else rule  # they choose late tokens as it does, at its price
-                if (like, charge) not in found:
-                    found[like, charge] = ratio_of(bench, like, float(charge), apart, apart_store)
-                ratios[method] = found[like, charge]
+                if (rule, charge) not in found:
+                    found[rule, charge] = ratio_of(bench, rule, float(charge), apart, apart_store)
+                ratios[method] = found[rule, charge]
                 print(method, ratios[method], flush=True)
         missing = [method for method in missing if ratios[method] is not None]
         measured = measure(bench, row, {method: ratios[method] for method in missing})
@@ -417,42 +234,18 @@ def run(arguments: argparse.Namespace) -> None:
                 file.write(json.dumps({"id": row["id"], "number": number, "linked": row["linked"], **line}) + "\n")
 
 
-def prescribed(scores: Tensor, view: TokenView) -> Tensor:
-    """Scores found before, `[1, tokens]`."""
-    return scores
-
-
-def seen_view(bench: Bench, row: Row, store: ChunkStore) -> TokenView:
-    """What a selector sees of a prompt before its first layer."""
-    views: list[TokenView] = []
-
-    def score(view: TokenView) -> Tensor:
-        views.append(view)
-        return view.offset.float()
-
-    bench.blended(row, store, torch.zeros(1, dtype=torch.long), settings_of("", 0.02, score))
-    return views[0]
-
-
 def measure(bench: Bench, row: Row, ratios: dict[str, float]) -> list[Row]:
     """Measure methods, each at its ratio, on one prompt, and full prefill beside them."""
     store = ChunkStore.open("memory://")
     answer_none = torch.zeros(1, dtype=torch.long)
-    bench.blended(row, store, answer_none, settings_of("none", 0.0, None))  # computes and stores the chunks
+    bench.blended(row, store, answer_none, settings_of("none", 0.0))  # computes and stores the chunks
     ids = bench.inputs(BlendCache(bench.model, ChunkStore.open("memory://")), row)["input_ids"]
     answer, full, full_ms = bench.full(ids)
     full_text = str(bench.tokenizer.decode(answer, skip_special_tokens=True))
-    known = None
-    if any(method.split("=")[0] in RULES for method in ratios):
-        known = bench.features(seen_view(bench, row, store), row, ids[0])
     lines = []
     for method in random.Random(row["id"]).sample(list(ratios), len(ratios)):
         rule = method.split("=")[0]
-        score = None
-        if known is not None and rule in RULES:
-            scores = RULES[rule](known)[None]
-            score = partial(prescribed, scores)
-        logs, spent_ms, cache = bench.blended(row, store, answer, settings_of(rule, ratios[method], score))
+        logs, spent_ms, cache = bench.blended(row, store, answer, settings_of(rule, ratios[method]))
         kl = (full.exp() * (full - logs)).sum(-1)
         charged = cache.report.charged_budget
         text = bench.free_answer(logs, answer, cache)
@@ -555,7 +348,8 @@ def main() -> None:
     measuring.add_argument("--task", choices=[*FILES], required=True)
     measuring.add_argument("--chunks", type=int, default=6)
     measuring.add_argument("--data", type=Path, required=True, help="the folder of the inputs")
-    measuring.add_argument("--limit", type=int, default=0, help="the first prompts only")
+    measuring.add_argument("--first", type=int, default=CHOOSING, help="number of the first prompt")
+    measuring.add_argument("--limit", type=int, default=0, help="prompts before this number only")
     writing = commands.add_parser("table", help="write the table")
     writing.set_defaults(do=table)
     writing.add_argument("--part", choices=["choice", "report"], default="report")

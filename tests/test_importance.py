@@ -24,7 +24,8 @@ def weights_by_hand(texts, question, numbers):
     shared = [{token for token in question if token in text} for text in texts]
     rarity = []
     for found in shared:
-        rarity.append(0.5 + sum(1 / sum(token in other for other in shared) for token in found))
+        texts_with = [sum(token in other for other in shared) for token in found]
+        rarity.append(0.5 + sum(1 / count for count in texts_with if count <= len(texts) / 2))
     known = [number for of_chunk in numbers if of_chunk is not None for number in of_chunk]
     weights = []
     for text, total, of_chunk in zip(texts, rarity, numbers, strict=True):

@@ -53,12 +53,16 @@ def multiply_by_importance(weights: np.ndarray, chunks: Sequence[PlacedChunk]) -
 
 
 def shared_rarity(keys: Sequence[ChunkKey], question: Sequence[int]) -> dict[ChunkKey, float]:
-    """For each chunk the sum over ids shared with the question of 1 / (chunks that have the id), 1 on average."""
+    """For each chunk the sum over rare ids shared with the question of 1 / (chunks that have the id), 1 on average.
+
+    An id is rare that at most half of the chunks have: the others say nothing of which chunk is asked for.
+    """
     asked = set(question)
     shared = {key: asked.intersection(key.token_ids) for key in dict.fromkeys(keys)}
     chunks_with = Counter(token for found in shared.values() for token in found)
     sums = {}
     for key, found in shared.items():
-        sums[key] = LEAST_SHARED + sum(1 / chunks_with[token] for token in sorted(found))
+        rare = sorted(token for token in found if 2 * chunks_with[token] <= len(shared))
+        sums[key] = LEAST_SHARED + sum(1 / chunks_with[token] for token in rare)
     mean = sum(sums.values()) / max(1, len(sums))
     return {key: total / mean for key, total in sums.items()}
