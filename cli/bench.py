@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .options import SELECTOR, Device, Selector
-from .output import Json, rounded, say, show
+from .output import Json, say, show
 
 __all__ = ["ttft"]
 
@@ -68,4 +68,4 @@ def ttft(
     )
     measured = measure_ttft(plan, progress=say)
     title = f"{plan.shape}, full prefill {measured['full']['ttft_ms']:.0f} ms"
-    show(measured if json else [rounded(row) for row in measured["rows"]], as_json=json, title=title, header=True)
+    show(measured if json else measured["rows"], as_json=json, title=title, header=True)

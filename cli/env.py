@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Say what a bug report needs: versions, device, what is installed."""
 
+import re
 from typing import Annotated, Any
 
 import typer
@@ -11,13 +12,13 @@ from .output import Json, show
 __all__ = ["env"]
 
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "huggingface_hub", "tokenizers", "numpy")
-EXTRAS = ("bitsandbytes", "datasets", "rouge_score", "gradio", "markitdown", "redis", "s3fs", "langchain-core")
+REQUIRED = re.compile(r"([\w-]+).*extra == ['\"]([\w-]+)['\"]")  # in the metadata of a package
 SWITCHES = ("HF_BLEND_HOME", "HF_HOME", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "OMP_NUM_THREADS")
 Model = Annotated[str | None, typer.Option(help="Also say how this model is seen: a path, a hub id, or tiny:TYPE.")]
 
 
 def env(model: Model = None, json: Json = False) -> None:
-    """Versions, device, memory, threads, extras and plugins; no path and no value of a variable is shown.
+    """Versions, device, memory, threads and extras; no path and no value of a variable is shown.
 
     Examples:
         hf-blend env
@@ -43,7 +44,14 @@ def versions() -> dict[str, Any]:
 
     versions = {"hf_blend": __version__, "python": platform.python_version(), "system": platform.platform(terse=True)}
     versions |= {name: version(name) or "not installed" for name in PACKAGES}
-    return {**versions, "extras": ", ".join(f"{name} {version(name)}" for name in EXTRAS if version(name)) or "none"}
+    extras: dict[str, str] = {}  # what each lacks
+    for line in (version("hf-blend") and metadata.requires("hf-blend")) or ():
+        found = REQUIRED.match(line)
+        if found and found[2] not in ("all", "dev"):
+            lacking = "" if version(found[1]) else f" without {found[1]}"
+            extras[found[2]] = extras.get(found[2], "") + lacking
+    versions["extras"] = ", ".join(f"{extra}{lacking}" for extra, lacking in sorted(extras.items()))
+    return versions
 
 
 def _machine() -> dict[str, Any]:
@@ -63,14 +71,7 @@ def _machine() -> dict[str, Any]:
 def _surroundings() -> dict[str, Any]:
     import os
 
-    from hf_blend import plugins
-
-    told = {f"{kind}: {name}" for kind in plugins.kinds() for name, line in plugins.describe(kind).items()
-            if line.endswith("(installed plugin)")}  # fmt: skip
-    return {
-        "set_variables": ", ".join(name for name in SWITCHES if name in os.environ) or "none",
-        "foreign_plugins": ", ".join(sorted(told)) or "none",
-    }
+    return {"set_variables": ", ".join(name for name in SWITCHES if name in os.environ) or "none"}
 
 
 def _model(name: str) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from .output import Json, progress, say, show
 __all__ = ["eval"]
 
 Tasks = Annotated[
-    list[str] | None, typer.Argument(metavar="TASK", help="Tasks, or Python files with one; the default is needle.")
+    list[str] | None,
+    typer.Argument(metavar="TASK", help="Tasks, Python files with one, or a JSONL file; the default is needle."),
 ]
 Models = Annotated[list[str], typer.Option("--model", help="Hub id or folder; may be repeated. Default: smollm2.")]
 METHODS_HELP = "A method, or a selector, with @RATIO or without; or all; may be repeated."
@@ -28,6 +29,7 @@ ChunkTokens = Annotated[int | None, typer.Option(help="Cut chunks anew, so many 
 Order = Annotated[str, typer.Option(help="given, shuffled or reversed.")]
 Batch = Annotated[int, typer.Option(help="Samples answered side by side; above 1 only the first are timed.")]
 Output = Annotated[Path | None, typer.Option(help="Folder of the run; a stopped run goes on there.")]
+ROWS = ".jsonl"  # how the name of a file of one's own ends
 SHOWN = (
     "task", "model", "method", "ratio", "n", "score", "low", "high", "charged_budget", "ttft_ms", "speedup",
     "read_bytes",
@@ -53,12 +55,14 @@ def eval(
 ) -> None:
     """Score methods on tasks: one line per answer in a folder, then a table.
 
-    Every answer is paired with full prefill; intervals are 95 % bootstrap intervals over the samples.
+    Every answer is paired with full prefill; intervals are 95 % bootstrap intervals over the samples. A row of a JSONL
+    file has chunks, question and answers.
 
     Examples:
         hf-blend eval --limit 2 --ratio 0.1 --json
         hf-blend eval needle --limit 2 --method boundary --ratio 0.1
         hf-blend eval needle --limit 2 --method kv-deviation@0.1 --partial 0.25
+        hf-blend eval mine.jsonl --limit 24  # network
         hf-blend eval --method all --limit 500 --batch 25 --output-dir run  # slow
         hf-blend eval musique --model mistralai/Mistral-7B-Instruct-v0.2 --limit 20  # network
     """
@@ -68,7 +72,8 @@ def eval(
     from hf_blend.evaluation.summary import summarise
     from hf_blend.evaluation.trial import EvalConfig, run
 
-    names = tuple(tasks or ["needle"])
+    names = tuple("questions" if name.endswith(ROWS) else name for name in tasks or ["needle"])
+    files = [f"questions={name}" for name in tasks or () if name.endswith(ROWS)]
     methods: list[str] = []
     for name in method:
         methods += method_names() if name == "all" else [name]
@@ -81,7 +86,7 @@ def eval(
         seed=seed,
         chunk_tokens=chunk_tokens,
         chunk_order=chunk_order,
-        data=_files(data or [], names),
+        data=_files([*(data or []), *files], names),
         batch=batch,
         dtype=None if dtype == "auto" else dtype,
         device=str(choose_device(device)),

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a command says: a table to people, plain lines to pipes, one JSON document to programs.
 
-Units are read from names: `nbytes` and `…_bytes`, `…_ms`, `…_ratio`, `created` and `digest` are written for people on
-a terminal, and left as they are in pipes and JSON.
+Units are read from names: `nbytes` and `…_bytes`, `…_ms`, `…_ratio`, `created` and `digest` are written for people;
+JSON has the numbers as they are.
 """
 
 import contextlib
@@ -30,28 +30,22 @@ def show(
     if as_json:
         typer.echo(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
         return
-    is_terminal = sys.stdout.isatty()
     heads: Row = {}
     cells = []
     if isinstance(document, Mapping):
         for name, value in document.items():
-            cells.append([name, humanise(name, value) if is_terminal else str(value)])
+            cells.append([name, humanise(name, value)])
     else:
         heads = document[0] if document else {}
         for row in document:
-            cells.append([humanise(name, value) if is_terminal else str(value) for name, value in row.items()])
-    if is_terminal:
+            cells.append([humanise(name, value) for name, value in row.items()])
+    if sys.stdout.isatty():
         _table(heads, cells, title)
         return
     if header and heads:
         cells.insert(0, list(heads))
     for line in cells:
         typer.echo("\t".join(line))
-
-
-def rounded(row: Row) -> Row:
-    """A row with three decimals of every number."""
-    return {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()}
 
 
 def marked(tokens: Iterable[tuple[str, bool]]) -> str:
@@ -149,8 +143,10 @@ def humanise(name: str, value: Any) -> str:
         return f"{value:.1%}"
     if name == "created":
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value))
+    if isinstance(value, float) and abs(value) < 100:
+        return f"{value:.2g}"
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 

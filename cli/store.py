@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hf_blend.errors import ConfigError, StoreError
+from hf_blend.errors import ConfigError, HfBlendError, StoreError
 
-from .options import Store
+from .options import REAL, Store
 from .output import Json, fail, say, show
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from hf_blend.store import ChunkStore
+    from hf_blend.store.store import EntryInfo
 
 __all__ = ["check", "gc", "ls", "rm", "stats"]
 
@@ -25,6 +28,8 @@ Repair = Annotated[bool, typer.Option("--repair", help="Remove what can never be
 ToBytes = Annotated[int | None, typer.Option(min=0, help="Evict until this is left, in all namespaces.")]
 Digests = Annotated[list[str] | None, typer.Argument(metavar="DIGEST", help="Digests, or how they begin.")]
 Model = Annotated[str | None, typer.Option(help="All chunks of the models whose fingerprint begins so.")]
+Tokenizer = Annotated[str, typer.Option("--model", help="The model of the chunks: its tokenizer shows first words.")]
+FIRST_TOKENS = 12
 All = Annotated[bool, typer.Option("--all", help="All chunks of the namespace.")]
 
 
@@ -111,19 +116,47 @@ def rm(
         show({"removed": opened.remove(dict.fromkeys(chosen))}, as_json=json)
 
 
-def ls(store: Store = None, namespace: Namespace = "", limit: Limit = None, json: Json = False) -> None:
-    """List every chunk, the newest first.
+def ls(
+    store: Store = None, namespace: Namespace = "", limit: Limit = None, model: Tokenizer = REAL, json: Json = False
+) -> None:
+    """List every chunk, the newest first, with its first words.
 
     Examples:
         hf-blend store ls
         hf-blend store ls --limit 5 --json
     """
     with _open(store, namespace) as opened:
-        entries = sorted(opened.entries(), key=lambda entry: entry.created, reverse=True)
+        entries = sorted(opened.entries(), key=lambda entry: entry.created, reverse=True)[:limit]
+        words = _first_words(opened, entries, model)
     if not entries and not json:
         say("The store holds no chunks.")
         return
-    show([asdict(entry) for entry in entries[:limit]], as_json=json, header=True)
+    rows = [{"begins": words.get(entry.digest), **asdict(entry)} for entry in entries]
+    show(rows, as_json=json, header=True)
+
+
+def _first_words(opened: "ChunkStore", entries: "Sequence[EntryInfo]", model: str) -> dict[str, str]:
+    """The first words of the chunks that a model's tokenizer made, by digest; none where there is no such model."""
+    from hf_blend.evaluation.bundled import open_model
+    from hf_blend.prompt.tokenizer import tokenizer_digest
+
+    try:
+        tokenizer = open_model(model).tokenizer if entries else None
+    except HfBlendError as error:
+        say(f"First words are left out: {error}")
+        return {}
+    made_by: dict[str, str] = {}  # digest of a tokenizer, by model
+    words = {}
+    for entry in entries:
+        listed = opened.index.get(entry.digest)
+        if listed is None:
+            continue
+        if not made_by.get(entry.fingerprint):
+            chunk = opened.get(listed.key)
+            made_by[entry.fingerprint] = "" if chunk is None else chunk.tokenizer
+        if made_by[entry.fingerprint] == tokenizer_digest(tokenizer):
+            words[entry.digest] = " ".join(tokenizer.decode(listed.key.token_ids[:FIRST_TOKENS]).split())
+    return words
 
 
 def stats(store: Store = None, namespace: Namespace = "", json: Json = False) -> None:
@@ -136,7 +169,9 @@ def stats(store: Store = None, namespace: Namespace = "", json: Json = False) ->
     with _open(store, namespace) as opened:
         entries = list(opened.entries())
         counters = opened.stats()
+        folder = next((str(tier.root) for tier in opened.tiers if hasattr(tier, "root")), None)
     figures = {
+        "folder": folder,
         "chunks": len(entries),
         "tokens": sum(entry.tokens for entry in entries),
         "nbytes": sum(entry.nbytes for entry in entries),

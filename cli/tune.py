@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .options import REAL, Device, Dtype, Model, Place, Unverified
-from .output import Json, fail, progress, rounded, say, show
+from .output import Json, fail, progress, say, show
 from .reading import load
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ PROMPTS_HELP = "JSONL file with chunks and question in each row; default: the bu
 Prompts = Annotated[Path | None, typer.Option(help=PROMPTS_HELP)]
 Leave = Annotated[
     float,
-    typer.Option(min=0.0, max=1.0, help="Share of the KL divergence of reuse behind BOS that the choice may leave."),
+    typer.Option(min=0.0, max=1.0, help="Largest error of the choice: 0 is full prefill, 1 reuse of lone chunks."),
 ]
 Selectors = Annotated[
     list[str] | None,
@@ -32,7 +32,8 @@ Selectors = Annotated[
 Ratios = Annotated[
     list[float] | None, typer.Option("--ratio", help="For selectors without one; may be repeated. Default: three.")
 ]
-Limit = Annotated[int, typer.Option(min=0, help="The first prompts; 0 is all of a file, and 24 over the handbook.")]
+Limit = Annotated[int, typer.Option(min=0, help="The first prompts; 0 is all of a file.")]
+ENOUGH = 24  # prompts; fewer say little
 Seed = Annotated[int, typer.Option(help="Of the halves, and of which pages of the handbook.")]
 
 
@@ -42,7 +43,7 @@ def tune(
     leave: Leave = 0.35,
     selector: Selectors = None,
     ratio: Ratios = None,
-    limit: Limit = 0,
+    limit: Limit = ENOUGH,
     seed: Seed = 2,
     store: Place = "memory://",
     device: Device = "auto",
@@ -52,10 +53,10 @@ def tune(
 ) -> None:
     """Choose a selector and a ratio on half of the prompts, and measure the choice on the other half.
 
-    What is measured is the KL divergence of the next tokens from full prefill's, over ten tokens of its own answer, as
-    a share of what reuse of chunks behind BOS alone has: 0 is full prefill. The cheapest that leaves at most --leave
-    is chosen, full reuse among them. With --store the choice is kept there: BlendCache(model, store) takes it. Exit
-    code 1: none leaves so little, and the nearest is shown, not kept.
+    What is measured is an error: the KL divergence of the next tokens from full prefill's, over ten tokens of its
+    answer. 0 is full prefill, 1 is reuse of chunks that were computed alone. The cheapest rule with an error of at
+    most --leave is chosen, full reuse among them. With --store the choice is kept there: BlendCache(model, store)
+    uses it. Exit code 1: no error is so small, and the smallest is shown, not kept.
 
     Examples:
         hf-blend tune --limit 4 --selector kv-deviation --ratio 0.3
@@ -81,7 +82,9 @@ def tune(
     if prompts:
         sample = tuning.read_prompts(prompts, source.tokenizer, limit or None, source.positions)
     else:
-        sample = tuning.bundled_prompts(limit or 24, seed, source.tokenizer)
+        sample = tuning.bundled_prompts(limit or ENOUGH, seed, source.tokenizer)
+    if len(sample) < ENOUGH:
+        say(f"{len(sample)} prompts say little: give {ENOUGH} or more.")
     loaded = load(source)
     with ChunkStore.open(store) as opened:
         pipeline = Pipeline(loaded, source.tokenizer, opened)
@@ -94,23 +97,24 @@ def tune(
     if json:
         show({**asdict(tuned), "is_kept": is_kept}, as_json=True)
     else:
-        title = f"on {tuned.points[0].n} prompts, as shares of the KL of reuse behind BOS"
-        show([rounded(asdict(point)) for point in tuned.points], header=True, title=title)
-        show([rounded(asdict(tuned.choice))], header=True, title=f"the choice, on the other {tuned.choice.n}")
+        title = f"error (kl) on {tuned.points[0].n} prompts: 0 is full prefill, 1 reuse of chunks computed alone"
+        show([asdict(point) for point in tuned.points], header=True, title=title)
+        show([asdict(tuned.choice)], header=True, title=f"the choice, on {tuned.choice.n} others")
         say(_summary(tuned))
         say(tuning.gain_of(tuned.points))
         if tuned.leaves_enough:
             where = f"Kept in {store}" if is_kept else "Not kept; with --store it is"
             say(f"{where}: BlendCache(model, store) takes it where no selector is named.")
     if not tuned.leaves_enough:
-        fail(f"None leaves at most {leave:g} on the choosing half; the nearest is shown. Raise --leave or --ratio.")
+        fail(f"No error is at most {leave:g} on the choosing half; the smallest is shown. Raise --leave or --ratio.")
+    if tuned.choice.kl > leave:
+        say(f"On the other half the error is above {leave:g}: these prompts do not settle it. Give more of them.")
 
 
 def _summary(tuned: "Tuning") -> str:
     best = tuned.choice
     return (
-        f"{best.candidate} leaves {best.kl:.2f} [{best.low:.2f}, {best.high:.2f}] of the KL divergence of reuse "
-        f"behind BOS ({tuned.reuse_kl:.3f} nats) at a charge of {best.charged:.3f}; first token after "
-        f"{best.ttft_ratio:.2f} [{best.ttft_low:.2f}, {best.ttft_high:.2f}] of full prefill's time; n = {best.n}, "
-        "none of which chose it."
+        f"{best.candidate} has an error of {best.kl:.2f} [{best.low:.2f}, {best.high:.2f}] at a cost of "
+        f"{best.charged:.2f}; first token after {best.ttft_ratio:.2f} [{best.ttft_low:.2f}, {best.ttft_high:.2f}] of "
+        f"full prefill's time. Measured on {best.n} prompts that had no say in the choice."
     )

@@ -9,20 +9,17 @@ answered before anything large is read.
 import difflib
 import json
 import os
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 import torch
 from torch import nn
 
 from hf_blend.errors import ConfigError, UnsupportedModelError, import_extra, suggest
-from hf_blend.model_names import locate
+from hf_blend.model_names import hub_is_reachable, locate
 from hf_blend.rotary.base import stretches
 
 REAL = "smollm2"  # the model of those who name none
@@ -31,7 +28,6 @@ AUTO = "auto"
 DTYPES = ("float32", "bfloat16", "float16")
 WEIGHTS = (AUTO, "8bit", "4bit")
 NO_CODE = {"trust_remote_code": False}  # else transformers asks at the terminal whether to run a repository's code
-HUB_S = 5.0  # until the hub counts as out of reach
 
 
 @dataclass(frozen=True)
@@ -78,7 +74,7 @@ def open_model(name: str = REAL, device: str = AUTO, dtype: str = AUTO, weights:
             f"there is no folder {name!r}. Give a folder that a model was saved in, or the id of one on the hub, such "
             "as HuggingFaceTB/SmolLM2-135M-Instruct."
         )
-    is_local_only = not os.path.isdir(folder) and not _hub_is_reachable()
+    is_local_only = not os.path.isdir(folder) and not hub_is_reachable()
     config = _config(folder, name, is_local_only)
     _refuse_non_decoder(config, name)
     quantised = _quantised(weights, config, name, on, kind)
@@ -134,22 +130,6 @@ def _quantised(weights: str, config: Any, name: str, device: torch.device, dtype
     kind = config.get_text_config(decoder=True).dtype if dtype == AUTO else dtype
     settings = BitsAndBytesConfig(**{f"load_in_{weights}": True}, bnb_4bit_compute_dtype=kind)
     return {"quantization_config": settings, "device_map": {"": device}}
-
-
-def _hub_is_reachable() -> bool:
-    """Whether a connection to the hub comes about; the hub's own client tries for a minute."""
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return False
-    if getproxies():
-        return True
-    endpoint = urlsplit(constants.ENDPOINT)
-    try:
-        socket.create_connection((endpoint.hostname or "", endpoint.port or 443), timeout=HUB_S).close()
-    except OSError:
-        return False
-    return True
 
 
 def _config(folder: str, name: str, is_local_only: bool) -> Any:

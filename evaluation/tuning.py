@@ -168,14 +168,14 @@ def choose(points: Sequence[Point], leave: float) -> tuple[Point, bool]:
 
 
 def gain_of(points: Sequence[Point]) -> str:
-    """Say what recomputing gains: where reuse alone is enough, and from which charge on less is left."""
+    """Say what recomputing gains: where reuse alone is enough, and what the cheapest smaller error costs."""
     reuse = next(point for point in points if point.charged == 0)
     less = [point for point in points if point.kl < reuse.low]  # beyond what these prompts can tell apart
-    begin = f"Full reuse leaves {reuse.kl:.2f} [{reuse.low:.2f}, {reuse.high:.2f}] at a charge of 0"
+    begin = f"Full reuse costs nothing and has an error of {reuse.kl:.2f} [{reuse.low:.2f}, {reuse.high:.2f}]"
     if not less:
-        return f"{begin}; nothing that was tried leaves less, beyond what {reuse.n} prompts tell apart."
+        return f"{begin}. No rule that was tried has a smaller one that {reuse.n} prompts could tell apart."
     first = min(less, key=lambda point: point.charged)
-    return f"{begin}; less is left from a charge of {first.charged:.2f} on: {first.candidate} leaves {first.kl:.2f}."
+    return f"{begin}. The cheapest with a smaller one is {first.candidate}: {first.kl:.2f} at {first.charged:.2f}."
 
 
 def measure(

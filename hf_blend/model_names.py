@@ -9,12 +9,15 @@ small random model of any causal type of transformers.
 
 import logging
 import shutil
+import socket
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from . import plugins
 from .errors import ConfigError, MissingExtraError, UnsupportedModelError
@@ -23,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 TINY = "tiny:"
 CHECKOUT = Path(__file__).resolve().parent.parent / "benchmarks"
+
+HUB_S = 5.0  # until the hub counts as out of reach
 
 _NEEDED = ("config.json", "model.safetensors", "tokenizer.json")  # of a model in the hub's cache
 
@@ -92,6 +97,22 @@ def locate(name: str) -> str:
     return name if Path(name).exists() else str(converted_models().get(name, name))
 
 
+def hub_is_reachable() -> bool:
+    """Whether a connection to the hub comes about; the hub's own client tries for a minute."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    if getproxies():
+        return True
+    endpoint = urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((endpoint.hostname or "", endpoint.port or 443), timeout=HUB_S).close()
+    except OSError:
+        return False
+    return True
+
+
 def from_checkout(program: str) -> ModuleType:
     """Import a program of benchmarks/, which is in a source checkout and not in the package that is installed."""
     if not (CHECKOUT / f"{program}.py").is_file():
@@ -112,7 +133,8 @@ def load_model(name: str, dtype: Any = None, device: str = "cpu") -> Any:
         return from_checkout("tiny_models").tiny_model(name.removeprefix(TINY)).to(dtype=dtype, device=device)
     folder = locate(name)
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        is_local_only = not Path(folder).is_dir() and not hub_is_reachable()
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=is_local_only)
     except (OSError, ValueError) as error:
         raise _refused(name, error) from error
     return model.to(device).eval()

@@ -18,7 +18,7 @@ import torch
 import typer
 
 import hf_blend
-from hf_blend import ChunkStore
+from hf_blend import ChunkStore, load
 from hf_blend.cli import main as command
 from hf_blend.cli import output
 from hf_blend.cli.main import build, commands, functions, main, split_examples
@@ -138,10 +138,23 @@ def test_store_ls_and_stats_give_one_json_document_each(run, filled):
     assert json.loads(out)["chunks"] == 0
 
 
-def test_show_gives_pipe_tab_separated_lines(run, filled):
+def test_store_ls_names_chunks_by_first_words_of_their_tokenizer(run, here, model_folder):
+    model, tokenizer = load(model_folder)
+    with ChunkStore.open() as store:
+        store.add(model, tokenizer, ["The mill\nis old."])
+    for name, words in ((model_folder, {"The mill is"}), ("no-such-model", {None})):
+        _, out, err = run("store", "ls", "--model", name, "--json")
+        assert {row["begins"] for row in json.loads(out)} == words
+        assert ("First words are left out" in err) == (name == "no-such-model")
+    _, out, _ = run("store", "stats", "--json")
+    assert json.loads(out)["folder"] == str(here / "home" / "chunks")
+
+
+def test_show_gives_pipe_tab_separated_lines_with_units(run, filled):
     _, out, _ = run("store", "stats", "--store", filled)
     lines = dict(line.split("\t") for line in out.splitlines())
     assert lines["tokens"] == "12"
+    assert re.fullmatch(r"[\d.]+ k?B", lines["nbytes"])
     assert out.isascii()
 
 
@@ -161,6 +174,8 @@ def test_show_gives_terminal_table_with_units(run, filled, monkeypatch):
         ("load_ms", 1234.56, "1,234.6 ms"),
         ("recompute_ratio", 0.15, "15.0%"),
         ("tokens", 12345, "12,345"),
+        ("kl", 0.31481, "0.31"),
+        ("speed", 1234.5, "1,234"),
     ],
 )
 def test_humanise_takes_unit_from_name(name, value, text):

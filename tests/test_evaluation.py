@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reference models and what is asked of them are what they claim; answers and insides come from real runs."""
 
+import json
 import random
 
 import pytest
@@ -13,6 +14,7 @@ from hf_blend import BlendConfig
 from hf_blend.evaluation import answering, asking
 from hf_blend.evaluation.bench.ttft import TtftPlan, measure_ttft
 from hf_blend.evaluation.summary import interval
+from tests.asking import jsonl
 
 
 def test_interval_holds_mean_repeats_itself_and_narrows_with_more_examples():
@@ -58,3 +60,13 @@ def test_bench_reports_every_ratio_beside_its_bound():
     assert some["reusable_tokens"] == 96
     assert some["exact_tokens"] == 49
     assert len(told) == 6
+
+
+def test_eval_command_takes_file_of_ones_own(tmp_path, run, model_folder):
+    row = {"chunks": ["The mill is old.", "Ann owns it."], "question": "Who owns it?", "answers": ["Ann"]}
+    path = jsonl(tmp_path / "mine.jsonl", row, {**row, "question": "What is old?"})
+    code, out, _ = run("eval", path, "--model", model_folder, "--method", "full-reuse", "--json")
+    (full, reuse) = json.loads(out)["rows"]
+    assert code == 0
+    assert (full["task"], full["n"], reuse["method"]) == ("questions", 2, "full-reuse")
+    assert run("eval", tmp_path / "other.jsonl")[0] == 2

@@ -148,7 +148,7 @@ def test_open_model_refuses_what_cannot_be_used_by_sentence(tmp_path):
 
 @unread
 def test_open_model_asks_nothing_of_hub_that_cannot_be_reached(monkeypatch):
-    monkeypatch.setattr(bundled, "_hub_is_reachable", lambda: False)
+    monkeypatch.setattr(bundled, "hub_is_reachable", lambda: False)
     with pytest.raises(ConfigError, match="hub cannot be reached"):
         open_model("nobody/nothing")
 

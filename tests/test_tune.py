@@ -116,9 +116,20 @@ def test_tune_keeps_its_choice_in_store_on_disk_and_says_what_recomputing_bought
     words = (*prompts, "--selector", "boundary@0.2", "--leave", 1, "--store", tmp_path / "kv")
     code, _, err = run("tune", "--model", model_folder, *words)
     assert code == 0, err
-    assert "Full reuse leaves" in err
+    assert "2 prompts say little: give 24 or more." in err
+    assert "Full reuse costs nothing and has an error of" in err
     assert "Kept in" in err
     [path] = (tmp_path / "kv" / "recipes").glob("*.json")
     kept = json.loads(path.read_text("utf-8"))
     assert kept["settings"]["selector"] in ("boundary", "none")
     assert kept["source"].startswith("tuned on 2 prompts: ")
+
+
+def test_tune_says_that_choice_misses_its_bar_on_other_half(tmp_path, run, model_folder, monkeypatch):
+    rows = [{**ROW, "id": str(number)} for number in range(2)]
+    points = iter([point("full reuse", 0.0, 0.2), point("boundary@0.2", 0.2, 0.1), point("full reuse", 0.0, 0.3)])
+    monkeypatch.setattr("hf_blend.evaluation.tuning.point_of", lambda *_: next(points))
+    words = ("--prompts", jsonl(tmp_path / "rows.jsonl", *rows), "--selector", "boundary@0.2", "--leave", 0.25)
+    code, _, err = run("tune", "--model", model_folder, *words)
+    assert code == 0
+    assert "On the other half the error is above 0.25" in err

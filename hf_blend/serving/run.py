@@ -23,7 +23,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family)
     except OSError as error:
-        raise ConfigError(f"port {port} of {host} cannot be listened at. Choose another with --port.") from error
+        raise ConfigError(f"port {port} of {host} is in use, or closed to you. Choose another with --port.") from error
 
 
 def url_of(listener: socket.socket) -> str:

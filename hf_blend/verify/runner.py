@@ -110,7 +110,7 @@ def verify(
         for dtype in dtypes:
             model = load(name, DTYPES[dtype], device)
             try:
-                run_checks(verdict, model, dtype, attention, checks)
+                run_checks(verdict, model, dtype, attention, checks, len(dtypes))
             except UnsupportedModelError:
                 raise
             except FAILURES as error:
@@ -124,15 +124,23 @@ def verify(
 
 
 def run_checks(
-    verdict: Verdict, model: nn.Module, dtype: str, attention: Sequence[str], checks: Sequence[str] | None = None
+    verdict: Verdict,
+    model: nn.Module,
+    dtype: str,
+    attention: Sequence[str],
+    checks: Sequence[str] | None = None,
+    rounds: int = 1,
 ) -> None:
-    """Run checks on a model that is loaded."""
-    for implementation in [name for name in attention if name in attentions(model)]:
+    """Run checks on a model that is loaded, in one of the rounds through all dtypes."""
+    implementations = [name for name in attention if name in attentions(model)]
+    total = rounds * len(implementations) * len(checks or check_names())
+    for implementation in implementations:
         with attending(model, implementation):
             subject = ModelUnderTest(model)
             verdict.floors.append({"dtype": dtype, "attention": implementation, **asdict(subject.floor)})
-            for number, name in enumerate(names := checks or check_names(), start=1):
-                logger.info("%d of %d in %s with %s attention: %s", number, len(names), dtype, implementation, name)
+            for name in checks or check_names():
+                number = len(verdict.checks) + 1
+                logger.info("%d of %d: %s in %s with %s attention", number, total, name, dtype, implementation)
                 verdict.checks.append(measure(name, subject, dtype, implementation))
 
 

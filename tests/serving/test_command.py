@@ -47,7 +47,7 @@ def test_serve_refuses_port_that_is_taken(run, here):
         port = taken.getsockname()[1]
         code, _, said = run("serve", "--model", "no-such-model", "--port", port)
     assert code == 2
-    assert f"port {port} of 127.0.0.1 cannot be listened at" in said
+    assert f"port {port} of 127.0.0.1 is in use" in said
 
 
 @pytest.mark.parametrize("text", TENANTS)
