@@ -47,12 +47,15 @@ def test_history_keeps_its_own_states_and_new_chunks_go_behind_it(shared_model, 
 
 @pytest.mark.parametrize("cached", [10, 40])
 def test_prefill_chunk_size_continues_cache_or_is_refused_by_name(store, cached):
-    """In 5.17 `generate` computes the cached tokens again, behind themselves."""
+    """In 5.17 `generate` computes the cached tokens again, behind themselves. A prompt of others is refused."""
     model = shared_zoo_model("llama")
     ids = torch.tensor([random_ids(60, 1)])
     cache = BlendCache(model, store)
     run(model, {"input_ids": ids[:, :cached]}, cache, max_new_tokens=1)
-    whole = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    with pytest.raises(PromptError, match=r"tokens of a prompt came behind|from position 0 on"):
+        run(model, {"input_ids": ids}, cache, prefill_chunk_size=20)
+    whole = cache.inputs(None, prefix=ids[0, :cached].tolist(), chunks=[], question=ids[0, cached:].tolist())
+    assert cache.get_seq_length() == cached
     if IS_OLDEST:
         with pytest.raises(PromptError, match="prefill_chunk_size of tran"):
             run(model, whole, cache, prefill_chunk_size=20)

@@ -121,5 +121,5 @@ def test_placeholders_are_refused_by_name():
     with pytest.raises(PromptError, match="chunk_prefix_ids holds the placeholder token 120"):
         BlendCache(model, store, chunk_prefix_ids=(1, IMAGE))
     cache = SequenceCache(model)
-    with pytest.raises(PromptError, match="pixel_values came with a SequenceCache, but text alone is expected"):
+    with pytest.raises(PromptError, match=r"pixel_values came with a cache that.*text alone is expected"):
         last_logits(model, image_inputs(kind, prompt(kind)), cache)

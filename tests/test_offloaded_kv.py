@@ -88,7 +88,8 @@ def test_kv_device_map_holds_one_layer_of_twelve_and_text_is_same(long_model, un
     assert held.prefetched >= held.loads - 12
     assert held.disk_bytes > 10 * TOKENS * ROW
     live = Live(long_model, TOKENS, cache)
-    long_model.generate(got, past_key_values=cache, **{**WAYS, "max_new_tokens": 3})
+    more = cache.inputs(None, prefix=got[0, :-1].tolist(), chunks=[], question=got[0, -1:].tolist())
+    long_model.generate(**more, past_key_values=cache, **{**WAYS, "max_new_tokens": 3})
     live.handle.remove()
     assert 2 * TOKENS * ROW <= live.peak <= limit + layer, "a layer beyond: the one read ahead"
     assert list(tmp_path.iterdir()) == [], "files have no names: nothing is left, also by a process that is killed"

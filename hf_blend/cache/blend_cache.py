@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 from transformers.tokenization_utils_base import BatchEncoding
 
 from .. import plugins
@@ -43,6 +42,7 @@ from ..recipes import Recipe
 from ..store import ChunkStore
 from .edits import edit_of
 from .forwards import CacheForwards
+from .guards import GuardedCache
 from .healing import heal
 from .session import load_cache, save_cache
 from .state import BlendState, KVLayers, ModelInfo
@@ -58,7 +58,7 @@ def trial_cache(model: nn.Module, **settings: Any) -> "BlendCache":
     return BlendCache(model, ChunkStore.open("memory://"), **settings)
 
 
-class BlendCache(Cache):
+class BlendCache(GuardedCache):
     """A `transformers.Cache` that brings stored KV into the prefill and has the model recompute a share of it.
 
     Works with greedy search, sampling, beam search, assisted decoding and streaming, because `generate` sees a dynamic

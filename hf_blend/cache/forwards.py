@@ -15,12 +15,10 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
-from ..errors import ConfigError, PromptError
+from ..errors import ConfigError
 from ..model.anatomy import EXTENDED, cache_among, is_extended, layer_costs, refuse_extended
 from ..model.hooks import ForwardHooks
-from ..model.identity import refuse_request_state
+from ..model.identity import refuse_autocast
 from ..prefill.blend import Prefill
 from ..prefill.plan import Plan, Planner
 from ..prefill.realign import Realigner
@@ -36,10 +34,8 @@ from ..prefill.report import (
 )
 from ..prefill.request import PendingPrompt, Request
 from ..selectors.base import Receive
+from .guards import CacheCall, GuardedCache, check_length, refuse
 from .state import ASK_AGAIN, BlendState
-
-# `generate` passes at least one of these; a direct call of the model that appends tokens needs none
-OF_GENERATE = ("attention_mask", "position_ids", "return_dict")
 
 
 class CacheForwards:
@@ -55,9 +51,9 @@ class CacheForwards:
         self.state = state
         self.is_running = False
         self.prefill: Prefill | None = None  # a `ProbePass` while a probe runs
-        # Of the forward that runs: tokens before it, and what is restored if it fails
-        self._past = 0
-        self._before: tuple[PendingPrompt, BlendReport] = state.pending, state.report
+        # Of the forward that runs: tokens before it, those that it brings, and what is restored if it fails
+        self._past = self._width = 0
+        self._before = state.pending, state.report, state.is_prompt_open
         self._snapshots: list[Any] = []
         self.hooks = ForwardHooks(cache, state.model, state.info.layers, listener=self)
         self.hooks.watch_model(stay=True)
@@ -67,12 +63,15 @@ class CacheForwards:
         began_s, state = time.perf_counter(), self.state
         state.rollback_partial_forward()
         self._past = past = state.kv.length
+        self._before = state.pending, state.report, state.is_prompt_open
+        is_expected = self._refuse(arguments)
         request = Request.parse(arguments, state.model, past, state.pending)
         state.info.refuse_tokens(request.width, past)
         if request.rows and not request.fallback_reason:
             self._begin_blended(arguments, request, began_s)
         else:
-            self._begin_plain(request)
+            self._begin_plain(request, is_expected)
+        self._width = request.width
         state.is_prompt_open = not past or (state.is_prompt_open and request.width > 1)
         self.is_running = True
 
@@ -89,13 +88,15 @@ class CacheForwards:
             if state.loader is not None:
                 state.report.partial = vars(state.loader.report)
         if not failed:
+            if has_begun:
+                check_length(state.model, state.kv.length, self._past + self._width)
             return
 
         # Restore the cache
+        state.pending, state.report, state.is_prompt_open = self._before
         if prefill is not None:
             state.kv.restore(self._snapshots)
             state.tokens.crop(self._past)
-            state.pending, state.report = self._before
         elif has_begun and state.kv.have_states:
             self._undo_states()
         try:
@@ -135,12 +136,34 @@ class CacheForwards:
                 "model that it was made for, or make one for the other: BlendCache(model, store)."
             )
 
-    def _begin_plain(self, request: Request) -> None:
-        """Every token is computed: record the tokens, expect no prompt, report why nothing is reused."""
+    def _refuse(self, arguments: dict[str, Any]) -> bool:
+        """Refuse what every cache refuses; returns whether the new tokens are those that are expected next."""
+        state, ids = self.state, arguments.get("input_ids")
+        cache = next(value for value in arguments.values() if isinstance(value, GuardedCache))
+        begins_turn, cache.begins_turn = cache.begins_turn, False
+        is_prompt = begins_turn or ids is None or ids.shape[1] > 1
+        is_expected = is_prompt and state.pending.expects(ids, self._past)
+        refuse(
+            CacheCall(
+                model=state.model,
+                layers=state.info.layers,
+                arguments=arguments,
+                past=self._past,
+                past_rows=state.kv.batch_size,
+                kv=state.kv.all,
+                begins_turn=begins_turn,
+                is_expected=is_expected,
+                is_continued=state.is_prompt_open or state.is_recording,
+                advice=ASK_AGAIN,
+            )
+        )
+        return is_expected
+
+    def _begin_plain(self, request: Request, is_expected: bool) -> None:
+        """Every token is computed: record the tokens, report why nothing is reused."""
         state, reason, pending = self.state, request.fallback_reason, self.state.pending
         if not request.past or (request.width > 1 and not state.is_recording):
             state.set_author(request.past)
-        self._refuse_unexpected(request, is_expected=False)
         if EXTENDED.get() and is_extended(state.model):
             state.tokens.is_extended = True
         state.tokens.append(request)
@@ -153,7 +176,7 @@ class CacheForwards:
             warn_once(NOTHING_REUSED + reason)
         if is_reported or pending.is_begun:
             state.report.prompt_tokens += request.real_tokens()
-        state.pending = PendingPrompt()
+        state.pending = pending.behind(request) if is_expected else PendingPrompt()
 
     def _begin_blended(self, arguments: dict[str, Any], request: Request, began_s: float) -> None:
         """Find the chunks of a forward, compute missing ones, and enter the layers if there are any."""
@@ -161,14 +184,13 @@ class CacheForwards:
         rows, pending = expected.rows(request)
 
         # Is the model the one that it was?
-        refuse_request_state(state.model, state.info.layers)
+        refuse_autocast(state.model, state.info.layers)
         if EXTENDED.get():  # some model is inside `self_extend`
             refuse_extended(state.model)
         author = state.set_author(request.past)
         fingerprint = author.fingerprint
         if expected.edit.author != author:  # what was moved is another model's
             rows = [replace(row, moved={}) for row in rows]
-        self._refuse_unexpected(request, is_expected=not pending.is_other)
         check_ms = state.check_ms + 1e3 * (time.perf_counter() - began_s)
 
         # Find chunks, fetch them, compute what is missing
@@ -216,7 +238,6 @@ class CacheForwards:
                 "attend to all of them. reset() the cache and pass the whole conversation, or open the store without "
                 "partial."
             )
-        self._before = state.pending, state.report
         self._snapshots = state.kv.snapshots()
         realigner = Realigner(state.info.styles, report, plan.chunks)
         state.loader = state.store.loader(state)
@@ -260,21 +281,6 @@ class CacheForwards:
             prefill.resume()
             for layer, states in zip(kv.of_tokens, suspended, strict=True):
                 layer.resume(states)
-
-    def _refuse_unexpected(self, request: Request, is_expected: bool) -> None:
-        """Refuse a later prompt of which `generate` has left out as many tokens as are cached, whatever they are."""
-        state, width, past, mask = self.state, request.width, request.past, request.mask
-        if not past:
-            return
-        is_short = isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] != past + width
-        is_of_generate = width != 1 and any(request.arguments.get(name) is not None for name in OF_GENERATE)
-        is_known = width and (is_expected or state.is_prompt_open or state.is_recording)
-        if is_short or (is_of_generate and not is_known):
-            raise PromptError(
-                f"{width} tokens of a prompt came behind the {past} that the cache holds, but only prompts that were "
-                "built with the cache are known to begin with these: generate leaves out the first tokens of a prompt "
-                f"without comparing them. {ASK_AGAIN}"
-            )
 
 
 def _report_mismatches(

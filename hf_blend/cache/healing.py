@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 
 from ..errors import ConfigError
 from ..model.anatomy import cache_argument, cache_class_for, canonical, decoder_of, input_device, refuse_extended
-from ..model.identity import author_of, refuse_other_author, refuse_request_state
+from ..model.identity import author_of, refuse_autocast, refuse_other_author
 from ..rotary.base import frequency_regime
 from ..store.memory import available_bytes
 from .layers import BlendLayer
@@ -128,7 +128,7 @@ def _refuse(state: BlendState) -> None:
     """Refuse a cache that cannot be made exact."""
     length, info = state.kv.length, state.info
     refuse_other_author(state.author, author_of(state.model), length, ASK_AGAIN)
-    refuse_request_state(state.model, info.layers)
+    refuse_autocast(state.model, info.layers)
     refuse_extended(state.model)
     info.refuse_tokens(2, length)  # a block continues the states of the tokens before it
     if state.tokens.is_extended:

@@ -22,12 +22,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import BatchEncoding, Cache
+from transformers import BatchEncoding
 
+from ..cache.guards import CacheCall, GuardedCache, check_length, refuse
 from ..cache.layers import as_indices, check_negative
 from ..cache.session import layer_of
 from ..errors import ConfigError, PromptError, UnsupportedModelError
-from ..model.anatomy import decoder_layers, input_device, is_extended, other_inputs, refuse_extended, text_config
+from ..model.anatomy import decoder_layers, input_device, is_extended, refuse_extended, text_config
 from ..model.checks import CheckedModel, Use, ensure_passed
 from ..model.hooks import ForwardHooks
 from ..model.identity import Author, author_of, refuse_other_author
@@ -47,9 +48,13 @@ MOVE = Use(
 Forward = tuple[Tensor, Tensor]  # positions and ids of new tokens, `[tokens]` each
 OF_MODEL = ("model", "_source", "_device", "_hooks")  # what a copy of a cache shares, or has of its own
 RESET = "Go back to what the model was, or reset() the cache and prefill again."
+CONTINUE = (
+    "Pass generate(**cache.inputs(new_ids)) without an assistant, call the model with the new tokens alone, without "
+    "mask and positions, or reset() the cache."
+)
 
 
-class SequenceCache(Cache):
+class SequenceCache(GuardedCache):
     """A `transformers.Cache` of several sequences over one storage, one of which is continued at a time.
 
     Works with greedy search, sampling, streaming and assisted decoding of one request. As long as the cache lives, a
@@ -98,6 +103,7 @@ class SequenceCache(Cache):
         self._table = TokenTable()
         self._is_arranged = True  # the columns are those of the active sequence
         self._was_extended = False
+        self._is_prompt_open = False  # what is held may be the first part of a prompt
         self._expected: Tensor | None = None  # new ids of the prompt that `inputs` made, `[tokens]`
         self._forward: Forward | None = None  # that runs
         self._given: tuple[Tensor, Forward] | None = None  # the positions that the model was given last
@@ -203,16 +209,10 @@ class SequenceCache(Cache):
 
     def forward_begins(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Called by the hook on the model: returns its arguments with the positions of the active sequence."""
-        if others := other_inputs(self.model, arguments):
-            raise PromptError(
-                f"{', '.join(others)} came with a SequenceCache, but text alone is expected: it "
-                "gives a token the position behind the last, and images have positions of their own. Use DynamicCache."
-            )
         if self._given is not None and arguments.get("position_ids") is self._given[0]:
             self._forward = self._given[1]  # a wrapper such as PEFT's hands its arguments on to the model inside
             return arguments
-        new = self._new_tokens(arguments)
-        self._check_turn(new, arguments)
+        new = self._check_turn(arguments)
         self._was_extended = self._was_extended or is_extended(self.model)
         tokens = new.shape[1]
         self.make_room(tokens)
@@ -231,7 +231,10 @@ class SequenceCache(Cache):
     def forward_ends(self, failed: bool = False) -> None:
         """Called by the hook behind the model."""
         self._hooks.leave()
-        self._forward = None
+        forward, self._forward = self._forward, None
+        if forward is not None and not failed:
+            held = self.get_seq_length()
+            check_length(self.model, held, held + len(forward[0]))
 
     def make_room(self, tokens: int) -> None:
         """Called before `tokens` new ones come; a subclass may drop old ones here."""
@@ -273,7 +276,7 @@ class SequenceCache(Cache):
 
     def reset(self) -> None:
         """Forget every sequence; sequence 0 is active then, as in a new cache."""
-        self.forward_ends()  # it was interrupted
+        self.forward_ends(failed=True)  # it was interrupted
         self._begin()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -355,47 +358,47 @@ class SequenceCache(Cache):
     def _number(self, sequence: int | None) -> int:
         return self.active if sequence is None else whole("the number of a sequence", sequence, least=0)
 
-    def _new_tokens(self, arguments: dict[str, Any]) -> Tensor:
-        """The ids of the new tokens, `[1, tokens]`, or their embeddings, `[1, tokens, width]`."""
-        new = arguments.get("input_ids")
+    def _check_turn(self, arguments: dict[str, Any]) -> Tensor:
+        """Refuse what every cache refuses, and another model than computed what is held.
+
+        Returns the ids of the new tokens, `[1, tokens]`, or their embeddings, `[1, tokens, width]`.
+        """
+        new: Any = arguments.get("input_ids")
         if new is None:
             new = arguments.get("inputs_embeds")
-        mask = arguments.get("attention_mask")
-        rows = 0 if new is None else new.shape[0]
-        has_gaps = mask is not None and (mask.dim() != 2 or not bool(mask.all()))
-        if new is None or rows != 1 or has_gaps:
-            raise PromptError(
-                f"{rows or 'no'} requests came{' with padding' * has_gaps}, but a {type(self).__name__} expects one, "
-                "without padding: it continues one sequence at a time. Use a BlendCache for a batch or beams."
-            )
-        return new
-
-    def _check_turn(self, new: Tensor, arguments: dict[str, Any]) -> None:
-        """Refuse prompts that may begin otherwise than what is held, and another model than computed it."""
+        width = 0 if new is None else new.shape[1]
         held = self.get_seq_length()
-        width = new.shape[1]
-        expected = self._expected
-        self._expected = None
-        is_expected = expected is not None and new.dim() == 2 and torch.equal(new[0].cpu(), expected[:width])
+        expected, self._expected = self._expected, None
+        begins_turn, self.begins_turn = self.begins_turn, False
+        is_expected = False
+        if expected is not None and new is not None and new.shape == (1, width):
+            is_expected = torch.equal(new[0].cpu(), expected[:width])
+        is_recording = self.layers[0].record_past
+        refuse(
+            CacheCall(
+                model=self.model,
+                layers=decoder_layers(self.model),
+                arguments=arguments,
+                past=held,
+                past_rows=int(held > 0),
+                kv=self.layers,
+                begins_turn=begins_turn,
+                is_expected=is_expected,
+                is_continued=is_recording or self._is_prompt_open,
+                advice=CONTINUE,
+                next_position=self._table.next_position(self.active),
+            )
+        )
+        self._is_prompt_open = not held or (self._is_prompt_open and width > 1)
         if expected is not None and is_expected and width < len(expected):
             self._expected = expected[width:]  # the rest comes in further forwards (prefill_chunk_size)
-        is_step = held > 0 and not is_expected and (width == 1 or self.layers[0].record_past)
-        positions = arguments.get("position_ids")
-        is_from_start = width > held > 0 and isinstance(positions, Tensor) and int(positions.max()) + 1 == width
-        is_generating = positions is not None or arguments.get("attention_mask") is not None
-        is_unknown = held > 0 and is_generating and not is_expected and not is_step
-        if is_from_start or is_unknown:
-            raise PromptError(
-                f"{width} tokens came behind {held} that are held, but a prompt that begins with these is expected: "
-                "generate leaves out the first tokens without comparing them, and assisted decoding passes them "
-                "again. Pass generate(**cache.inputs(new_ids)) without an assistant, call the model with the new "
-                "tokens alone, without mask and positions, or reset() the cache."
-            )
+        is_step = held > 0 and not is_expected and (width == 1 or is_recording)
         if not is_step:
             author = author_of(self.model)
             if self._table.count:
                 refuse_other_author(self.author, author, self._table.count, RESET)
             self.author = author
+        return new
 
     def _record_past(self, value: bool) -> None:
         for layer in self.layers:
@@ -413,6 +416,7 @@ class SequenceCache(Cache):
     def _changed(self) -> None:
         """The active sequence is not what it was, for the columns and for the prompt that `inputs` made."""
         self._expected = None
+        self._is_prompt_open = False
         self._columns_changed()
 
     def _columns_changed(self) -> None:

@@ -139,20 +139,14 @@ def refuse_foreign_hooks(modules: Iterable[nn.Module]) -> None:
         )
 
 
-def refuse_request_state(model: nn.Module, layers: Sequence[nn.Module]) -> None:
-    """Refuse a forward that runs in another precision than the stored chunks, or that keeps no cache."""
+def refuse_autocast(model: nn.Module, layers: Sequence[nn.Module]) -> None:
+    """Refuse a forward that runs in another precision than the stored chunks."""
     own = {weight.device.type for layer in (layers[0], layers[-1]) for weight in layer.parameters()}
     for kind in filter(torch.is_autocast_enabled, own.intersection(DEVICE_TYPES)):
         dtype = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
         raise ConfigError(
             f"torch.autocast is on ({dtype} on {kind}), but stored chunks are computed in the model's own dtype "
             f"({model.dtype}). Leave the autocast block, or load the model with dtype=torch.{dtype}."
-        )
-    checkpointed = [layer for layer in layers if layer.training and getattr(layer, "gradient_checkpointing", False)]
-    if checkpointed:
-        raise ConfigError(
-            f"{len(checkpointed)} layers of {type(model).__name__} checkpoint their gradients in training mode, and "
-            "then keep no cache. Call model.eval(), or model.gradient_checkpointing_disable()."
         )
 
 

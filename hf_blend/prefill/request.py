@@ -8,16 +8,15 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
-from ..errors import PromptError, UnsupportedModelError
 from ..model.anatomy import PER_TOKEN, other_inputs, text_config
 from ..model.identity import Author
 from ..prompt.pieces import PromptBatch
 from ..store.chunk import ChunkKV
 from .plan import PositionRun, PromptRow, copy_to_host, find_runs, is_readable
 
-ADAPTERS = ("adapter_names", "alora_offsets")  # of PEFT, which puts hooks into the model for one call
 PADDED_INSIDE = "padding stands behind or between the tokens of a prompt. Pad on the left: padding_side='left'."
 NOT_TEXT = "came with the prompt, as with an image, video or sound, but only text is reused: it is computed in full."
 
@@ -47,7 +46,6 @@ class Request:
     @classmethod
     def parse(cls, arguments: Mapping[str, Any], model: nn.Module, past: int, pending: "PendingPrompt") -> "Request":
         """Read the arguments of a forward of the model."""
-        _refuse(arguments, past)
         ids = arguments.get("input_ids")
         mask = arguments.get("attention_mask")
         states = arguments.get("inputs_embeds") if ids is None else ids
@@ -81,11 +79,7 @@ class Request:
             starts.append(width - len(rows[-1]))
             columns.append(tuple(np.flatnonzero(real).tolist()) if has_gaps[number] else ())
             kept.append(everywhere[number][:, real])
-            cached = is_cached[number]
-            count = past
-            if len(cached) >= past:
-                count = int(cached[len(cached) - past :].sum())
-            counts.append(count)
+            counts.append(int(is_cached[number].sum()))
         return replace(
             request,
             rows=rows,
@@ -134,6 +128,19 @@ class PendingPrompt:
     tokenizer: str = ""  # digest of the one that made the prompts
     notice: str = ""  # for their report
     edit: Edit = NO_EDIT
+
+    def expects(self, ids: Tensor | None, past: int) -> bool:
+        """Whether new ids, `[batch, tokens]`, are the next columns of these prompts; asks the device."""
+        if self.batch is None or ids is None:
+            return False
+        expected = self.batch.input_ids[:, past : past + ids.shape[1]]
+        repeats, odd = divmod(len(ids), len(expected))  # beams repeat each prompt
+        return not odd and torch.equal(ids.cpu(), expected.repeat_interleave(repeats, dim=0))
+
+    def behind(self, request: Request) -> "PendingPrompt":
+        """What is pending behind a forward that computed the next tokens of these prompts without chunks."""
+        is_done = self.batch is None or request.past + request.width >= self.batch.input_ids.shape[1]
+        return PendingPrompt() if is_done else replace(self, is_begun=True, runs=())
 
     def rows(self, request: Request) -> tuple[list[PromptRow], "PendingPrompt"]:
         """For each row of a forward the prompt that it continues; and what is pending after this forward."""
@@ -208,22 +215,3 @@ def _why_plain(arguments: Mapping[str, Any], model: nn.Module) -> str:
             "only some. Pass logits_to_keep=1, or the number of last tokens whose logits are needed."
         )
     return ""
-
-
-def _refuse(arguments: Mapping[str, Any], past: int) -> None:
-    """Refuse adapters of one forward, which a chunk's key does not name, and tokens that the cache has already."""
-    name = next((name for name in ADAPTERS if arguments.get(name) is not None), None)
-    if name:
-        raise UnsupportedModelError(
-            f"{name}={arguments[name]!r:.60} chooses adapters for this request alone, which the keys of "
-            "stored chunks do not name. Choose the adapter for the model with set_adapter."
-        )
-    ids, positions = arguments.get("input_ids"), arguments.get("position_ids")
-    if not past or ids is None or positions is None or positions.dim() != 2 or len(ids) != 1 or ids.shape[1] < 2:
-        return
-    if int(positions[0, 0]) == 0:
-        raise PromptError(
-            f"the model was given {ids.shape[1]} tokens from position 0 on, but {past} tokens are in the cache "
-            "already: assisted decoding passes the whole prompt, and so does prefill_chunk_size of transformers 5.17. "
-            "Call reset() before it, or leave it out."
-        )

@@ -144,6 +144,7 @@ class BlockedLayer:
             if first == 0:
                 self._prepared = self._method.prepare(blocks)
             new = self._method.represent(blocks, self._prepared)
-            known = new if known is None else torch.cat([known, new], dim=2)
+            is_first = known is None or first == 0  # another batch may be cached now
+            known = new if is_first else torch.cat([known, new], dim=2)
             self._represented = known
         return known[:, :, :count]
