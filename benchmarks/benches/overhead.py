@@ -125,7 +125,9 @@ def _runs(
 
     def blend() -> BlendCache:
         cache = BlendCache(model, store, selector=setting[0], recompute_ratio=setting[1])
-        first_token(model, cache, cache.inputs(None, **pieces))
+        inputs = cache.inputs(None, **pieces)
+        cache.state.question_ids = tuple(pieces["question"])  # there is no tokenizer to write the usual one
+        first_token(model, cache, inputs)
         return cache
 
     return blend, lambda: first_token(model, None, stock), blend().report

@@ -45,7 +45,8 @@ def multiply_by_importance(weights: np.ndarray, chunks: Sequence[PlacedChunk]) -
     found = []
     for placed in chunks:
         if placed.chunk.importance is not None and placed.chunk.question == question:
-            found.append((placed.columns, placed.chunk.importance[placed.inside].float().numpy()))
+            numbers = placed.chunk.importance.numpy()[placed.inside].astype(np.float32)
+            found.append((placed.columns, numbers))
     mean = float(np.concatenate([numbers for _, numbers in found]).mean())
     for columns, numbers in found:
         if mean > 0:
