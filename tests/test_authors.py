@@ -19,6 +19,7 @@ from hf_blend import (
 )
 from hf_blend.context.session import load_session, save_session
 from hf_blend.errors import UnsupportedModelError
+from hf_blend.model.identity import author_of
 from tests.adapters import (
     adapted,
     doubled,
@@ -173,14 +174,42 @@ def test_blend_cache_refuses_what_it_does_not_know_to_compute_again():
     assert torch.equal(generated(model, inputs, cache), generated(model, inputs)), "it is as before"
 
 
-def test_model_that_changes_between_inputs_and_generate_is_refused_then():
+@pytest.mark.parametrize("change", [switched, through_data])
+def test_model_that_changes_between_inputs_and_generate_is_refused_then(change):
     model = adapted()
     cache = BlendCache(model, memory(), recompute_ratio=1.0)
     output = generated(model, cache.inputs(None, **PIECES), cache)
     inputs = cache.inputs(None, chunks=[], question=[5, 6], prefix=output[0])
-    with switched(model), pytest.raises(ConfigError, match="were computed by another model"):
+    before = [layer.keys.clone() for layer in cache.layers]
+    with change(model), pytest.raises(ConfigError, match="were computed by another model"):
         generated(model, inputs, cache)
+    for layer, keys in zip(cache.layers, before, strict=True):
+        assert torch.equal(layer.keys, keys)
     assert torch.equal(generated(model, inputs, cache), generated(model, inputs))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("chunks", [PIECES["chunks"], [*PIECES["chunks"], [7, 8, 9, 10]]], ids=["stored", "one new"])
+def test_prefill_of_model_whose_values_changed_unseen_is_that_of_known_change(chunks):
+    model = adapted()
+    store = memory()
+
+    def prefill(chunks):
+        cache = BlendCache(model, store, recompute_ratio=0.1, selector="ramp")
+        inputs = cache.inputs(None, **{**PIECES, "chunks": chunks})
+        return model.get_base_model()(**inputs, past_key_values=cache, logits_to_keep=1).logits, cache
+
+    before, _ = prefill(PIECES["chunks"])
+    with through_data(model):
+        got, cache = prefill(chunks)
+        assert cache.state.author == author_of(model)
+        assert cache.report.computed_chunks == len(chunks) + 1, "nothing that the other model computed"
+        expected, known = prefill(chunks)
+        assert known.report.computed_chunks == 0
+        assert torch.equal(got, expected)
+    again, cache = prefill(PIECES["chunks"])
+    assert cache.report.computed_chunks == 0, "entries of both are stored, each under its own name"
+    assert torch.equal(again, before)
 
 
 def test_batch_behind_batch_is_computed_again():

@@ -15,10 +15,10 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, HfBlendError
 from ..model.anatomy import EXTENDED, cache_among, is_extended, layer_costs, refuse_extended
 from ..model.hooks import ForwardHooks
-from ..model.identity import refuse_autocast
+from ..model.identity import Author, author_of, refuse_autocast, refuse_other_author
 from ..prefill.blend import Prefill
 from ..prefill.plan import Plan, Planner
 from ..prefill.realign import Realigner
@@ -54,7 +54,7 @@ class CacheForwards:
         # Of the forward that runs: tokens before it, those that it brings, and what is restored if it fails
         self._past = self._width = 0
         self._before = state.pending, state.report, state.is_prompt_open
-        self._snapshots: list[Any] = []
+        self._snapshots: list[Any] | None = None  # of the layers, if it has an author
         self.hooks = ForwardHooks(cache, state.model, state.info.layers, listener=self)
         self.hooks.watch_model(stay=True)
 
@@ -75,12 +75,35 @@ class CacheForwards:
         state.is_prompt_open = not past or (state.is_prompt_open and request.width > 1)
         self.is_running = True
 
-    def forward_ends(self, failed: bool = False) -> None:
-        """The model has returned or raised; after a failure the cache is as it was before."""
+    def forward_ends(self, failed: bool = False) -> bool:
+        """The model has returned or raised; after a failure the cache is as it was before.
+
+        The device is asked only now, behind the forward's last kernel, whether the weights are what they were taken
+        for. Returns True if they are not: the forward was planned for another model, and has to run again.
+        """
+        state = self.state
+        is_other = False
+        if self._snapshots is not None and not failed:
+            try:
+                author = author_of(state.model)
+            except HfBlendError:
+                self._end(failed=True)
+                raise
+            is_other = author != state.author
+            if is_other and self.prefill is None and not self._past:  # planned for none
+                state.author = author
+                is_other = False
+        self._end(failed or is_other)
+        return is_other
+
+    def _end(self, failed: bool) -> None:
+        """Leave the model, and after a failure restore the cache."""
         state = self.state
         has_begun = self.is_running
         prefill = self.prefill
+        snapshots = self._snapshots
         self.is_running = False
+        self._snapshots = None
         self.prefill = None  # refers to this object, to run a probe
         self.hooks.leave()
         if prefill is not None:
@@ -94,8 +117,8 @@ class CacheForwards:
 
         # Restore the cache
         state.pending, state.report, state.is_prompt_open = self._before
-        if prefill is not None:
-            state.kv.restore(self._snapshots)
+        if snapshots is not None:
+            state.kv.restore(snapshots)
             state.tokens.crop(self._past)
         elif has_begun and state.kv.have_states:
             self._undo_states()
@@ -115,8 +138,8 @@ class CacheForwards:
 
     def stop(self) -> None:
         """Undo a forward that was interrupted, as by Ctrl+C, behind which torch calls no hook."""
-        if self.is_running or self.prefill is not None:
-            self.forward_ends(failed=True)
+        if self.is_running or self._snapshots is not None:
+            self._end(failed=True)
 
     def settle(self) -> None:
         """Undo a forward that was interrupted.
@@ -159,11 +182,22 @@ class CacheForwards:
         )
         return is_expected
 
+    def _set_author(self, past: int) -> Author:
+        """Make the model as it is now the author of new K and V; ConfigError if another computed the `past` tokens."""
+        state = self.state
+        author = author_of(state.model, asks_device=False)  # so that it can begin; see `forward_ends`
+        if past and author != state.author:
+            author = author_of(state.model)
+            refuse_other_author(state.author, author, past, ASK_AGAIN)
+        state.author = author
+        self._snapshots = state.kv.snapshots()
+        return author
+
     def _begin_plain(self, request: Request, is_expected: bool) -> None:
         """Every token is computed: record the tokens, report why nothing is reused."""
         state, reason, pending = self.state, request.fallback_reason, self.state.pending
         if not request.past or (request.width > 1 and not state.is_recording):
-            state.set_author(request.past)
+            self._set_author(request.past)
         if EXTENDED.get() and is_extended(state.model):
             state.tokens.is_extended = True
         state.tokens.append(request)
@@ -187,7 +221,7 @@ class CacheForwards:
         refuse_autocast(state.model, state.info.layers)
         if EXTENDED.get():  # some model is inside `self_extend`
             refuse_extended(state.model)
-        author = state.set_author(request.past)
+        author = self._set_author(request.past)
         fingerprint = author.fingerprint
         if expected.edit.author != author:  # what was moved is another model's
             rows = [replace(row, moved={}) for row in rows]
@@ -207,6 +241,8 @@ class CacheForwards:
             state.question_ids,
         )
         plan = planner.plan(rows, request.width, request.logits_rows, request.length)
+        if planner.fingerprint != fingerprint:  # some were missing, and it has looked at the weights
+            fingerprint = self._set_author(request.past).fingerprint
 
         # Report what was found; a prompt that comes in parts has one report
         if expected.is_begun:
@@ -238,7 +274,6 @@ class CacheForwards:
                 "attend to all of them. reset() the cache and pass the whole conversation, or open the store without "
                 "partial."
             )
-        self._snapshots = state.kv.snapshots()
         realigner = Realigner(state.info.styles, report, plan.chunks)
         state.loader = state.store.loader(state)
         if state.loader is not None:
@@ -267,9 +302,10 @@ class CacheForwards:
         kv = self.state.kv
         prefill: Any = self.prefill
         suspended = []
-        for layer, snapshot in zip(kv.of_tokens, self._snapshots, strict=True):
+        snapshots = self._snapshots or []
+        for layer, snapshot in zip(kv.of_tokens, snapshots, strict=True):
             suspended.append(layer.suspend(snapshot, self._past))
-        probe = ProbePass(prefill, kv.spare(self._snapshots), AttentionObserver(receive, layers, rows))
+        probe = ProbePass(prefill, kv.spare(snapshots), AttentionObserver(receive, layers, rows))
         prefill.pause()
         self.prefill = probe
         try:

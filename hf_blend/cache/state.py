@@ -30,7 +30,7 @@ from ..model.anatomy import (
     text_config,
 )
 from ..model.calibrate import ensure_trusted, ignores_states
-from ..model.identity import Author, author_of, per_model, placeholders_of, refuse_other_author
+from ..model.identity import Author, per_model, placeholders_of
 from ..prefill.report import BlendReport
 from ..prefill.request import PendingPrompt, Request
 from ..prompt.pieces import UNKNOWN
@@ -375,14 +375,6 @@ class BlendState:
     is_cut: bool = False
     check_ms: float = 0.0
     loader: Any = None
-
-    def set_author(self, past: int) -> Author:
-        """Make the model as it is now the author of new K and V; ConfigError if another computed the `past` tokens."""
-        author = author_of(self.model)
-        if past:
-            refuse_other_author(self.author, author, past, ASK_AGAIN)
-        self.author = author
-        return author
 
     def mark_inexact(self, column: int) -> None:
         """A prompt is blended: its first token without exact K and V is at `column`."""

@@ -27,9 +27,9 @@ class ForwardHooks:
 
     A listener, the cache itself if there is no other, is called in the forwards that carry the cache. Its
     `forward_begins(arguments)` receives the model's arguments by name, and returns those that the model receives, None
-    for the same. Its `forward_ends(failed)` is called behind the model, also after an exception. Of its `prefill` the
-    `enter(index, call)` is called before a layer, and may change the arguments of the call. `leave(output)` is called
-    behind each layer but the last, and returns the output that the model receives, None for the layer's own.
+    for the same. Its `forward_ends(failed)` is called behind the model, also after an exception; if it returns True,
+    the model is called again. Of its `prefill` the `enter(index, call)` is called before a layer, and may change the
+    arguments of the call.
     """
 
     def __init__(
@@ -102,13 +102,15 @@ class ForwardHooks:
         changed = listener.forward_begins(arguments)
         return None if changed is None else ((), changed)
 
-    def _ended(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
+    def _ended(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
         kwargs, output = rest if len(rest) == 2 else (None, *rest)
         listener = None if self._is_inside else self._own(args, kwargs)
-        if listener is not None:
-            self._is_raising = output is None
-            listener.forward_ends(failed=self._is_raising)
-            self._is_raising = False
+        if listener is None:
+            return None
+        self._is_raising = output is None
+        runs_again = listener.forward_ends(failed=self._is_raising)
+        self._is_raising = False
+        return module(*args, **(kwargs or {})) if runs_again else None
 
     def _layer_begins(
         self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None

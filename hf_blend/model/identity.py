@@ -41,7 +41,7 @@ from .anatomy import DEVICE_TYPES, EXTENDED, offload_hooks, placeholder_ids, ref
 
 Found = TypeVar("Found")
 Hook = TypeVar("Hook", bound=Callable[..., Any])
-NamedTensor: TypeAlias = tuple[str, nn.Module, Tensor]  # with its path and the module that has it
+NamedTensor: TypeAlias = tuple[nn.Module, str, Tensor]  # the module that has it, and its name there
 FORMAT = "hf_blend.fingerprint/5"
 IGNORED_CONFIG_FIELDS = frozenset({
     # where it came from, not what it computes
@@ -172,33 +172,49 @@ def config_part(value: Any) -> Any:
     )
 
 
-def tensors_of(model: nn.Module) -> list[NamedTensor]:
-    """Parameters and buffers of a model, each once, but for frequencies that change as prompts grow.
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """All modules, each once, in the order of `model.modules()`, in a third of its time."""
+    modules: dict[nn.Module, None] = {}
+    waiting: list[nn.Module | None] = [model]
+    while waiting:
+        module = waiting.pop()
+        if module is None or module in modules:
+            continue
+        modules[module] = None
+        waiting.extend(reversed(module._modules.values()))
+    return list(modules)
+
+
+def tensors_of(modules: Sequence[nn.Module]) -> list[NamedTensor]:
+    """Parameters and buffers of a model's modules, each once, but for frequencies that change as prompts grow.
 
     Never through `state_dict()`: it rewrites the 4-bit weights of a live model.
     """
-    tensors: list[NamedTensor] = []
-    seen: set[Tensor] = set()
-    for path, module in model.named_modules():
+    tensors: dict[Tensor, NamedTensor] = {}
+    for module in modules:
+        named = [*module._parameters.items(), *module._buffers.items()]
+        if not named:
+            continue
         rope_type = str(vars(module).get("rope_type", ""))
         is_moving = any(kind in rope_type for kind in MOVING_TABLES)
-        for name, tensor in (module._parameters | module._buffers).items():
-            if tensor is None or tensor in seen or (is_moving and name.endswith("inv_freq")):
+        for name, tensor in named:
+            if tensor is None or (is_moving and name.endswith("inv_freq")):
                 continue
-            seen.add(tensor)
-            tensors.append((f"{path}.{name}", module, tensor))
-    return tensors
+            tensors.setdefault(tensor, (module, name, tensor))
+    return list(tensors.values())
 
 
-def weight_digest(tensors: Sequence[NamedTensor]) -> str:
+def weight_digest(model: nn.Module, tensors: Sequence[NamedTensor]) -> str:
     """Read all tensors of `tensors_of` once: a digest of their dtypes, shapes and bytes, in 64 hex digits."""
     digest = hashlib.sha256()
-    for path, module, tensor in tensors:
+    paths = {module: path for path, module in model.named_modules()}
+    for module, name, tensor in tensors:
+        path = f"{paths[module]}.{name}"
         loaded = loaded_values(path, module, tensor)
         state = getattr(loaded, "quant_state", None)
         is_four_bits = hasattr(state, "blocksize") and getattr(state, "absmax", None) is not None
-        for name, plain in _four_bits(loaded, state) if is_four_bits else stored_parts(module, loaded):
-            row = [path + name, str(plain.dtype), list(plain.shape), checksum(plain)]
+        for part, plain in _four_bits(loaded, state) if is_four_bits else stored_parts(module, loaded):
+            row = [path + part, str(plain.dtype), list(plain.shape), checksum(plain)]
             digest.update(json.dumps(row, separators=(",", ":")).encode() + b"\n")
     return digest.hexdigest()
 
@@ -301,34 +317,26 @@ def _multipliers(device: torch.device) -> Tensor:
     return numbers | 1
 
 
-class WeightSample:
-    """The tensors of a model at one moment: where they are, and a sample of what is in them.
+def located(tensors: Sequence[NamedTensor]) -> tuple[list[tuple[Any, ...]], list[Tensor]]:
+    """Where the tensors of `tensors_of` are, and in which version; and the plain tensors that lie there.
 
     Weights that accelerate keeps elsewhere count by the map that they are fetched from.
     """
-
-    def __init__(self, tensors: Sequence[NamedTensor]) -> None:
-        """Take a sample of what `tensors_of` gave."""
-        self._locations: list[tuple[Any, ...]] = []
-        stored: list[Tensor] = []
-        for path, module, tensor in tensors:
-            if tensor.is_meta:  # accelerate makes a new one after every forward
-                maps = [id(getattr(hook, "weights_map", None)) for hook in offload_hooks(module)]
-                self._locations.append((path, *maps))
-                continue
-            for name, plain in stored_parts(module, tensor):
-                version = -1 if plain.is_inference() else plain._version  # these count no versions
-                self._locations.append((path, name, plain.data_ptr(), plain.dtype, version))
-                stored.append(plain)
-        self._samples = sampled(stored)
-
-    def is_same(self, other: "WeightSample") -> bool:
-        """Whether two samples show no difference; bits are compared, not values, so that NaN is itself."""
-        if self._locations != other._locations:
-            return False
-        flags = [(new != old).any() for new, old in zip(self._samples, other._samples, strict=True)]
-        # one question to the device, however many dtypes there are
-        return not flags or not torch.stack([flag.to(flags[0].device) for flag in flags]).any().item()
+    locations: list[tuple[Any, ...]] = []
+    stored: list[Tensor] = []
+    for module, name, tensor in tensors:
+        if tensor.is_meta:  # accelerate makes a new one after every forward
+            maps = [id(getattr(hook, "weights_map", None)) for hook in offload_hooks(module)]
+            locations.append((name, *maps))
+            continue
+        parts = [("", tensor)]
+        if type(tensor) not in PLAIN or not QUANTISED.isdisjoint(vars(tensor)):
+            parts = stored_parts(module, tensor)
+        for part, plain in parts:
+            version = -1 if plain.is_inference() else plain._version  # these count no versions
+            locations.append((name, part, plain.data_ptr(), plain.dtype, version))
+            stored.append(plain)
+    return locations, stored
 
 
 @torch.inference_mode()
@@ -336,10 +344,20 @@ def sampled(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The bytes of evenly spread values of each tensor, one piece for each device and dtype."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
-        values = tensor.detach().reshape(-1)
-        step = max(1, values.numel() // SAMPLED)
-        by_kind.setdefault((tensor.device, tensor.dtype), []).append(values[::step])
+        count = tensor.numel()
+        step = max(1, count // SAMPLED)
+        if tensor.is_contiguous():  # one call for what the others need three
+            values = tensor.as_strided((-(-count // step),), (step,))
+        else:
+            values = tensor.detach().reshape(-1)[::step]
+        by_kind.setdefault((tensor.device, tensor.dtype), []).append(values)
     return [torch.cat(values).view(torch.uint8) for values in by_kind.values()]
+
+
+def is_same_sample(new: Sequence[Tensor], old: Sequence[Tensor]) -> bool:
+    """Whether two samples of the same tensors are equal by their bits, so that NaN is itself; asks the device once."""
+    flags = [(one != other).any() for one, other in zip(new, old, strict=True)]
+    return not flags or not torch.stack([flag.to(flags[0].device) for flag in flags]).any().item()
 
 
 @dataclass(eq=True)
@@ -358,8 +376,10 @@ class _Record:
 
     form: _Form | None = None
     structure: str = ""  # digest of config, classes, dtypes and adapters
-    sample: WeightSample | None = None  # taken before the weights were read
-    weights: str = ""  # digest of all weights
+    weights: str = ""  # digest of all weights; empty: never read
+    # Of the tensors when they were read
+    locations: list[tuple[Any, ...]] = field(default_factory=list)
+    samples: list[Tensor] = field(default_factory=list)
     state: int = 0  # how many changes were noticed
     found: dict[Callable[..., Any], Any] = field(default_factory=dict)  # of `per_model`, for this structure
 
@@ -383,15 +403,25 @@ def fingerprint(model: nn.Module, *, reread: bool = False) -> str:
     return identity_of(model, reread)
 
 
-def identity_of(model: nn.Module, reread: bool = False) -> str:
-    """The fingerprint of what a model computes alone, also inside `self_extend`."""
+def identity_of(model: nn.Module, reread: bool = False, asks_device: bool = True) -> str:
+    """The fingerprint of what a model computes alone, also inside `self_extend`.
+
+    If it does not ask the device, the weights count as those of the last call where their addresses, dtypes and
+    versions are: whoever uses it compares it with that of a call that does, before anything leaves.
+    """
     with _lock:
-        record = _compare_structure(model, reread)
-        tensors = tensors_of(model)
-        sample = WeightSample(tensors)  # before all is read: a change meanwhile shows
-        if reread or record.sample is None or not sample.is_same(record.sample):
-            record.weights = weight_digest(tensors)
-            record.sample = sample
+        modules = modules_of(model)
+        record = _compare_structure(model, modules, reread)
+        tensors = tensors_of(modules)
+        locations, stored = located(tensors)
+        is_known = bool(record.weights) and not reread and locations == record.locations
+        if is_known and not asks_device:
+            return _digest_of([record.structure, record.weights])
+        samples = sampled(stored)  # before all is read: a change meanwhile shows
+        if not is_known or not is_same_sample(samples, record.samples):
+            record.weights = weight_digest(model, tensors)
+            record.locations = locations
+            record.samples = samples
             record.state += 1
         return _digest_of([record.structure, record.weights])
 
@@ -399,7 +429,7 @@ def identity_of(model: nn.Module, reread: bool = False) -> str:
 def structure_of(model: nn.Module) -> str:
     """A digest of all that makes a fingerprint except the weights, in 64 hex digits."""
     with _lock:
-        return _compare_structure(model).structure
+        return _compare_structure(model, modules_of(model)).structure
 
 
 def state_of(model: nn.Module) -> int:
@@ -415,7 +445,7 @@ def per_model(find: Callable[[nn.Module], Found]) -> Callable[[nn.Module], Found
         record = _records.get(model)
         if record is None:
             with _lock:
-                record = _compare_structure(model)
+                record = _compare_structure(model, modules_of(model))
         if find not in record.found:
             record.found[find] = find(model)
         result: Found = record.found[find]
@@ -424,10 +454,9 @@ def per_model(find: Callable[[nn.Module], Found]) -> Callable[[nn.Module], Found
     return find_once
 
 
-def _compare_structure(model: nn.Module, reread: bool = False) -> _Record:
+def _compare_structure(model: nn.Module, modules: list[nn.Module], reread: bool = False) -> _Record:
     """A model's record, updated to the config, classes and adapters that the model has now."""
     refuse_wrapper(model)
-    modules = list(model.modules())
     refuse_foreign_hooks(modules)
     _refuse_compiled(model, modules)
     form = _Form(
@@ -520,8 +549,8 @@ class Author(NamedTuple):
         return ", ".join(words) or "another adapter, other weights or other code"
 
 
-def author_of(model: nn.Module) -> Author:
-    """The author of what a model computes now; costs as much as `fingerprint`.
+def author_of(model: nn.Module, asks_device: bool = True) -> Author:
+    """The author of what a model computes now; costs as much as `identity_of`, which says what `asks_device` means.
 
     Raises:
         UnsupportedModelError: a forward hook of others was put into the model.
@@ -530,7 +559,7 @@ def author_of(model: nn.Module) -> Author:
     is_cast = device in DEVICE_TYPES and torch.is_autocast_enabled(device)
     autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.") if is_cast else ""
     attention = getattr(text_config(model), "_attn_implementation", None) or ""
-    return Author(identity_of(model), attention, dtype, autocast)
+    return Author(identity_of(model, asks_device=asks_device), attention, dtype, autocast)
 
 
 def refuse_other_author(author: Author | None, now: Author, tokens: int, do: str) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..config import BlendConfig
 from ..model.anatomy import text_config, text_ids
 from ..model.capture import canary_of, capture_chunk, compute_chunks, is_of_model
-from ..model.identity import per_model
+from ..model.identity import fingerprint, per_model
 from ..prompt.pieces import Span
 from ..rotary.base import frequency_regime, scales_by_position
 from ..store import ChunkStore
@@ -290,7 +290,7 @@ class Planner:
     Args:
         model: which runs.
         store: where chunks are kept.
-        fingerprint: of the model as it is now.
+        fingerprint: of the model as it is now; after `plan` it may be another.
         chunk_prefix_ids: the ids before each chunk while it is computed.
         config: the settings of the blend.
         tokenizer: digest of the one that made the prompt's ids; stored with what is computed.
@@ -314,7 +314,7 @@ class Planner:
         self._text_config = text_config(model)
         self._model = model
         self._store = store
-        self._fingerprint = fingerprint
+        self.fingerprint = fingerprint
         self._prefix_ids = chunk_prefix_ids
         self._tokenizer = tokenizer
         self._placeholders = placeholders
@@ -356,7 +356,12 @@ class Planner:
 
         # Fetch them, and compute what is missing
         needed = list(dict.fromkeys(key for key, moved, _ in placed if moved is None))
-        if missing := self._fetch(plan, needed):
+        missing = self._fetch(plan, needed)
+        if missing:
+            now = fingerprint(self._model)
+            if now != self.fingerprint:  # its values have changed, which no version shows
+                self.fingerprint = now
+                return self.plan(rows, width, logits_rows, length)
             self._compute_missing(plan, missing)
         for key, moved, fields in placed:
             plan.chunks.append(PlacedChunk(chunk=moved or self._fetched[key], **fields))
@@ -390,7 +395,7 @@ class Planner:
         return {*chunks} - {chunks[number] for number in plan.advice.loaded}
 
     def _key(self, prefix_ids: tuple[int, ...], ids: Sequence[int]) -> ChunkKey:
-        return _known_key(self._fingerprint, prefix_ids, tuple(ids), self._store.namespace)
+        return _known_key(self.fingerprint, prefix_ids, tuple(ids), self._store.namespace)
 
     def _spans(self, row: PromptRow) -> list[ChunkSpan]:
         """The chunks of one prompt, from left to right."""
@@ -401,7 +406,7 @@ class Planner:
             key = self._key(self._prefix_ids, span.token_ids)
             spans.append(ChunkSpan(span.start, key, span.first, span.tokens))
         if row.spans is None or row.is_searched:
-            for hit in self._store.find(self._fingerprint, self._prefix_ids, row.ids):
+            for hit in self._store.find(self.fingerprint, self._prefix_ids, row.ids):
                 here = Span(hit.start, (), 0, hit.tokens)
                 if not any(here.overlaps(span) for span in named):
                     spans.append(hit)
@@ -421,7 +426,7 @@ class Planner:
         if prefix:
             spans.insert(0, ChunkSpan(0, self._key((), prefix), 0, len(prefix)))
         elif first:
-            stored = self._store.find(self._fingerprint, (), first)[:1]
+            stored = self._store.find(self.fingerprint, (), first)[:1]
             spans[:0] = [hit for hit in stored if hit.start == hit.first == 0]
 
         # What is moved within the cache has seen more of the prompt than what is stored of the same tokens
