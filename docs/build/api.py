@@ -15,26 +15,23 @@ import hf_blend
 
 ROOT = Path(__file__).resolve().parents[2]
 INNER = {  # methods that the page shows with their arguments
-    "BlendCache": ("inputs", "inputs_from_messages", "inputs_from_text", "heal", "save", "load"),
-    "ChunkStore": ("open", "add"),
+    "BlendCache": ("inputs_from_messages",),
+    "ChunkStore": ("open",),
 }
 LISTED = {  # methods and properties that it shows in a line
-    "BlendCache": ("crop",),
-    "ChunkStore": ("check", "collect", "close"),
+    "BlendCache": ("inputs", "inputs_from_text", "heal", "save", "load", "crop"),
+    "ChunkStore": ("add", "check", "collect", "close"),
     "SequenceCache": ("remove", "copy", "keep", "shift", "divide", "inputs", "tokens", "positions"),
 }
+WITH_FIELDS = ("BlendConfig",)  # words whose arguments or fields the page says; of the others `help` does
 COMMON = {  # meanings of arguments that the page says once
     "model": "a causal language model of transformers.",
     "tokenizer": "the model's tokenizer.",
     "store": "where chunks are kept.",
-    "config": "the settings; None takes the defaults.",
-    "**settings": "fields of `BlendConfig` that differ from `config`, such as `recompute_ratio=0.15`.",
-    "kv_bits": "8 or 4 holds K and V in so many bits; None in the model's dtype.",
-    "allow_unverified": "use a model that fails the self-test, with one warning.",
 }
 HEAD = """# Reference
 
-Made from docstrings; `help(name)` says more, errors included. These mean the same everywhere:
+Made from docstrings; `help(name)` says more: all arguments, shapes and errors. These mean the same everywhere:
 """
 ERRORS = """## Errors
 
@@ -87,6 +84,8 @@ def _called(word: Any, function: Any) -> list[str]:
     call = f"`{word.__name__}({', '.join(needed)})`: " if needed else ""
     meanings = [*entries(word, "Attributes")] or [*entries(function, "Args")]
     lines = _list({name: meaning for name, meaning in meanings if COMMON.get(name) != meaning and name not in SKIPPED})
+    if inspect.isclass(word) or word.__name__ in hf_blend.__all__:
+        lines = lines if word.__name__ in WITH_FIELDS else []
     for section in ("Returns", "Yields"):
         back = " ".join(f"{name}: {meaning}".rstrip(": ") for name, meaning in entries(function, section))
         lines += [f"* {section}: {back}"] if len(back.split()) > 3 else []  # less says nothing

@@ -19,10 +19,10 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 HEAD = """# Measurements
 
-Each section begins with what was found; its file has settings, versions and more rows. The first four sections are
-about answers of real models. The others are about time and bytes, of SmolLM2-135M where no other is named: float32,
-one or two threads, chunks in memory, medians, mostly random weights. The CPU was not always quiet: trust ratios more
-than milliseconds. No GPU was measured. What did not help is in [benchmarks/LOG.md](../benchmarks/LOG.md).
+Each section begins with what was found; its file has settings, versions and more rows. First come answers of real
+models, then time and bytes: of SmolLM2-135M where no other is named, in float32 on one or two threads, medians, mostly
+with random weights. Trust ratios more than milliseconds. No GPU was measured. What did not help is in
+[benchmarks/LOG.md](../benchmarks/LOG.md).
 
 ## How near is a blend to full prefill?
 
@@ -33,16 +33,16 @@ of what reuse leaves.**
 <!--table:robust-->
 <!--end-->
 
-The error is the KL divergence from full prefill over the first ten tokens of its answer, as a share of what reuse of
-chunks behind BOS alone leaves, with its 95 % interval. A star: the rule beats tokens at random at the same charge. In
+The error is the KL divergence from full prefill over the first ten tokens of its answer: 0 is full prefill, 1 is reuse
+of chunks computed alone, behind BOS; with 95 % intervals. A star: the rule beats tokens at random at the same cost. In
 the first column the default does not: a few prompts on which the model wavers between two answers hold most of the
 mean.
 
 Prompts have six passages, of which one holds the answer. Weights are float32, those of the 1.5B bfloat16. Prompts,
-rules and charges were fixed before the run. Not measured: larger models, other languages, code.
-[robust.json](../benchmarks/results/robust.json) also has charges of 5 and 10 %, and chunks behind BOS alone.
+rules and costs were fixed before the run. Not measured: larger models, other languages, code.
+[robust.json](../benchmarks/results/robust.json) also has costs of 5 and 10 %.
 
-By the number of passages: what full reuse, tokens at random and the default leave.
+By the number of passages, the errors of full reuse, of tokens at random and of the default:
 
 <!--table:passages-->
 <!--end-->
@@ -163,11 +163,6 @@ def _against_llama(document: Document) -> str:
     )
 
 
-def _hidden(document: Document) -> str:
-    worst = max(row["vs_max"] for row in document["rows"])
-    return f"Loading mostly hides behind computing: both together take at most {worst:.2f} times the longer of them."
-
-
 EXTEND = "Self-Extend"
 WAYS = {  # of docs/holding_less.md: in the result file, and on the page
     "kv_bits 8": "`kv_bits=8`",
@@ -202,7 +197,7 @@ def _beyond(document: Document) -> str:
 
 FIRST_TOKEN: Mapping[str, Cell] = {
     "recomputed": lambda row: f"{100 * row['ratio']:.1f} %",
-    "charged": lambda row: f"{100 * row['charged_budget']:.1f} %",
+    "cost": lambda row: f"{100 * row['charged_budget']:.1f} %",
     "first token": lambda row: f"{row['ttft_ms'] / 1e3:.2f} s",
     "speed-up": number("speedup", ".2f", " x"),
     "FLOP bound": number("flop_bound", ".2f", " x"),
@@ -215,7 +210,7 @@ def _first_token(title: str, result: str, ratio: float, columns: Mapping[str, Ce
         title,
         result,
         lambda found: (
-            f"At {found['rows'][0]['prompt_tokens']:,} tokens and a charge of "
+            f"At {found['rows'][0]['prompt_tokens']:,} tokens and a cost of "
             f"{_share(_first(found, ratio=ratio)['charged_budget'])} the first token comes "
             f"{_first(found, ratio=ratio)['speedup']:.1f} times as fast, "
             f"{_share(_first(found, ratio=ratio)['bound_share'])} of what the saved FLOPs allow."
@@ -230,7 +225,6 @@ def _first_token(title: str, result: str, ratio: float, columns: Mapping[str, Ce
 
 SECTIONS = (
     _first_token("Time to the first token", "ttft", 0.15, FIRST_TOKEN),
-    _first_token("At 2,000 tokens", "ttft_2000", 0.095),
     Section(
         "Beside llama.cpp",
         "llama_cpp",
@@ -318,13 +312,6 @@ SECTIONS = (
         "Not measured: texts beyond the trained length.",
     ),
     Section(
-        "Loading beside computing",
-        "ttft_disk_spare",
-        _hidden,
-        lambda found: f"`benchmarks/bench.py ttft-disk`{_of_shape(found['machine'])}, one core to spare.",
-        "Without one [they cost each other](../benchmarks/results/ttft_disk.json).",
-    ),
-    Section(
         "The loading controller",
         "pipeline",
         lambda found: (
@@ -334,19 +321,6 @@ SECTIONS = (
         ),
         lambda found: (
             f"`benchmarks/bench.py pipeline`: {found['shape']}, layers and tiers that sleep for what they would take."
-        ),
-    ),
-    Section(
-        "Verifying",
-        "store",
-        lambda found: (
-            "Verifying every tensor that is read costs nothing where the disk is read "
-            f"({found['cold']['share_of_raw_read']:.2f} of plain reading), and "
-            f"{_share(1 - found['warm']['share_of_raw_read'])} of the rate from the page cache."
-        ),
-        lambda found: (
-            f"`benchmarks/bench.py store`. A store of {found['open_entries']:,} entries opens in "
-            f"{found['open_s']:.2f} s; with full durability it writes {found['put_mb_s']:.0f} MB/s."
         ),
     ),
     Section(
