@@ -23,7 +23,6 @@ import hf_blend
 from hf_blend import BlendConfig, ChunkStore, plugins
 from hf_blend.errors import MissingExtraError
 from tests.chat_templates import CHATML, DOCUMENTS, QUESTION
-from tests.conftest import slow_but
 
 from .test_cli import understood
 
@@ -33,8 +32,6 @@ README = ROOT / "README.md"
 ARCHITECTURE = ROOT / "ARCHITECTURE.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", ARCHITECTURE, *DOCS]
 NEEDED = {"frameworks.md": ("langchain_core", "llama_index", "haystack"), "indexing.md": ("datasets",)}
-CHATTING = ("rag_app.md",)  # its prompts are messages to a real model
-NOTES = ["The light of Skerry is kept by Una Moss.", "A lantern costs four pounds."]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:)([^)\s]*)\)")
 IMPORTED = re.compile(r"^ *from (hf_blend[\w.]*) import ([\w, ]+)", re.MULTILINE)
@@ -81,35 +78,39 @@ def imports_of(text):
 
 WITH_PYTHON = [path for path in PAGES[1:] if blocks(path, "python")]
 WITH_TABLES = [path for path in PAGES if PLACE.search(read(path))]
-FAST = [path for path in WITH_PYTHON if path.name not in CHATTING]
 
 
 @pytest.fixture
 def ready(models, here):
     """What a page's blocks find ready, in an empty folder."""
     model, tokenizer = models["spaces"]
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = CHATML
     return {
         "model": model,
         "assistant": copy.deepcopy(model),
-        "tokenizer": copy.deepcopy(tokenizer),
-        "documents": [f"{text}\n" for text in DOCUMENTS],
+        "tokenizer": tokenizer,
+        "documents": list(DOCUMENTS),
         "question": QUESTION,
-        "system": None,
+        "messages": [{"role": "user", "content": "\n\n".join([*DOCUMENTS, QUESTION])}],
         "store": ChunkStore.open("memory://"),
     }
 
 
-@pytest.mark.parametrize("path", slow_but(*FAST, among=WITH_PYTHON), ids=name)
-def test_page_python_runs(path, ready, request):
-    if path.name in CHATTING:
-        model, tokenizer = request.getfixturevalue("smollm2")
-        ready |= {"model": model, "tokenizer": copy.deepcopy(tokenizer), "documents": NOTES, "question": "Who is it?"}
-    if path == ARCHITECTURE:
-        ready["tokenizer"].chat_template = CHATML
+@pytest.mark.parametrize("path", WITH_PYTHON, ids=name)
+def test_page_python_runs_without_warning(path, ready, recwarn, caplog):
     for package in NEEDED.get(path.name, ()):
         pytest.importorskip(package, reason=f"{path.name} needs {package}: pip install hf-blend[dev]")
     for number, text in enumerate(blocks(path, "python")):
         exec(compile(text, f"{path.name}, block {number}", "exec"), ready)
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("hf_blend")]
+    assert [*said, *(str(one.message) for one in recwarn if "past_key_values" in str(one.message))] == []
+
+
+@pytest.mark.parametrize("path", [*PAGES, *sorted((ROOT / "examples").rglob("*.py"))], ids=name)
+def test_cache_is_passed_by_name_that_is_right_on_each_release(path):
+    texts = [read(path)] if path.suffix == ".py" else blocks(path, "py", "python")
+    assert [text for text in texts if "past_key_values=" in text] == []
 
 
 @pytest.mark.parametrize("line", command_lines())

@@ -4,11 +4,11 @@
 
     store = ChunkStore.open("kv-store")
     cache = BlendCache(model, store, recompute_ratio=0.15)
-    inputs = cache.inputs(tokenizer, prefix=system, chunks=documents, question=question)
-    output = model.generate(**inputs, past_key_values=cache, max_new_tokens=64)
+    inputs = cache.inputs_from_messages(tokenizer, messages, documents)
+    output = model.generate(**inputs, **cache.keyword, max_new_tokens=64)
     print(cache.report)
 
-From transformers 5.24 on the keyword is `cache=cache`; the older one works there with a warning.
+`cache.keyword` is `past_key_values=cache`, and from transformers 5.24 on `cache=cache`.
 
 One object carries a request. It knows a prompt either from `inputs` or from the ids that `generate` passes to the
 model, enters the model's layers for the one forward that is the prefill, and behaves as any dynamic cache afterwards.
@@ -28,7 +28,7 @@ from transformers.tokenization_utils_base import BatchEncoding
 from .. import plugins
 from ..config import BlendConfig
 from ..errors import ConfigError, PromptError
-from ..model.anatomy import bos_prefix, cache_argument, cache_class_for, decoder_layers, input_device
+from ..model.anatomy import bos_prefix, cache_class_for, decoder_layers, input_device
 from ..model.identity import author_of, refuse_wrapper, structure_of
 from ..model.question import question_ids
 from ..prefill.report import IMAGES_AGAIN, BlendReport, other_author, warn_once
@@ -132,11 +132,6 @@ class BlendCache(GuardedCache):
     def report(self) -> BlendReport:
         """What the last prefill cost."""
         return self.state.report
-
-    @property
-    def keyword(self) -> dict[str, "BlendCache"]:
-        """This cache by the name of the model's argument for it, which is another since transformers 5.24."""
-        return cache_argument(self.model, self)
 
     @property
     def kv_memory(self) -> Any:

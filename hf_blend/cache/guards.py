@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from ..errors import ConfigError, PromptError, UnsupportedModelError
-from ..model.anatomy import other_inputs
+from ..model.anatomy import cache_argument, other_inputs
 
 ADAPTERS = ("adapter_names", "alora_offsets")  # of PEFT, which puts hooks into the model for one call
 # `generate` passes at least one of these; a direct call of the model that appends tokens needs none
@@ -28,8 +28,14 @@ OF_GENERATE = ("attention_mask", "position_ids", "return_dict")
 class GuardedCache(Cache):
     """A cache that notices when a `generate` begins: transformers marks the caches that its caller gave."""
 
+    model: nn.Module
     begins_turn = False  # the next forward is the first one of a `generate`
     _is_marked = False
+
+    @property
+    def keyword(self) -> dict[str, Any]:
+        """This cache by the name of the model's argument for it, which is another since transformers 5.24."""
+        return cache_argument(self.model, self)
 
     @property
     def _is_user_defined(self) -> bool:

@@ -3,8 +3,8 @@
 """`SequenceCache`: a cache for stock `generate` whose tokens can be removed, shared, moved and divided.
 
     cache = SequenceCache(model)
-    output = model.generate(**inputs, past_key_values=cache)  # cache=cache from transformers 5.24 on
-    model.generate(**cache.inputs(question_ids), past_key_values=cache)  # continues it
+    output = model.generate(**inputs, **cache.keyword)
+    model.generate(**cache.inputs(question_ids), **cache.keyword)  # continues it
     cache.copy(0, 1)                  # a second sequence over the same storage
     cache.remove(1, 100, 200)         # without the tokens at positions 100 … 199
     cache.shift(1, 200, None, -100)   # the rest closes up; its keys are rotated when they are next needed

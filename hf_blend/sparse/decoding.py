@@ -3,7 +3,7 @@
 """Decoding that looks at a few blocks of the context, with selections that hold over several steps.
 
     with sparse_decoding(model, cache, share=0.25) as sparse:
-        model.generate(**inputs, past_key_values=cache, max_new_tokens=64)
+        model.generate(**inputs, **cache.keyword, max_new_tokens=64)
     print(sparse.metrics)
 
 Works inside stock `generate`: greedy, sampling, beams, prompt lookup and assisted decoding. Prefill stays dense. The

@@ -4,7 +4,7 @@
 
     store = ChunkStore.open("kv-store", partial=0.25)
     cache = BlendCache(model, store)
-    model.generate(**cache.inputs(...), past_key_values=cache, max_new_tokens=64)
+    model.generate(**cache.inputs_from_messages(...), **cache.keyword, max_new_tokens=64)
     print(cache.report.partial)
 
 In each layer behind the last check layer, the keys of a few probe heads are loaded first. When the layer's attention
