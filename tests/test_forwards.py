@@ -215,3 +215,37 @@ def test_forward_that_fails_is_taken_back_at_once_and_marks_nothing_inexact(mode
     assert [layer.get_seq_length() for layer in cache.layers] == [20] * 3
     assert cache.state.tokens.rows() == ids.tolist()
     assert cache.heal(0) == 0
+
+
+MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
+
+
+@pytest.mark.parametrize("later", MODES)
+@pytest.mark.parametrize("first", MODES)
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_cache_goes_on_in_another_mode_of_autograd(name, first, later):
+    model = shared_zoo_model(name)
+    store = memory()
+    for _ in range(2):  # the second time chunks are loaded
+        cache, inputs = prepared(model, PIECES, store=store, recompute_ratio=1.0)
+        with MODES[first]():
+            model(**inputs, past_key_values=cache, logits_to_keep=1)
+    ids = inputs["input_ids"]
+    with MODES[later]():
+        for tokens in (1, 3):
+            model(prompt(tokens, tokens), past_key_values=cache)
+            ids = torch.cat([ids, prompt(tokens, tokens)], 1)
+        cache.batch_select_indices([0])
+        pieces = {**PIECES, "prefix": [*ids[0].tolist(), 5, 6]}
+        whole = cache.inputs(None, **pieces)
+        new = whole["input_ids"][:, ids.shape[1] :]
+        mask = whole["attention_mask"]
+        got = model(new, attention_mask=mask, past_key_values=cache, logits_to_keep=1).logits
+        assert cache.report.reusable_tokens > 0
+        assert cache.report.past_tokens == ids.shape[1]
+        cache.heal()
+    with MODES[first]():
+        step = model(prompt(1, 7), past_key_values=cache).logits
+    with torch.no_grad():
+        expected = model(torch.cat([whole["input_ids"], prompt(1, 7)], 1)).logits[:, -2:]
+    torch.testing.assert_close(torch.cat([got, step], 1).detach().clone(), expected, rtol=0, atol=2e-5)

@@ -15,6 +15,8 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from ..errors import ConfigError, HfBlendError
 from ..model.anatomy import EXTENDED, cache_among, is_extended, layer_costs, refuse_extended
 from ..model.hooks import ForwardHooks
@@ -61,7 +63,7 @@ class CacheForwards:
     def forward_begins(self, arguments: dict[str, Any]) -> None:
         """The model is called with the cache, with these arguments by name."""
         began_s, state = time.perf_counter(), self.state
-        state.rollback_partial_forward()
+        self.settle()
         self._past = past = state.kv.length
         self._before = state.pending, state.report, state.is_prompt_open
         is_expected = self._refuse(arguments)
@@ -73,6 +75,8 @@ class CacheForwards:
             self._begin_plain(request, is_expected)
         self._width = request.width
         state.is_prompt_open = not past or (state.is_prompt_open and request.width > 1)
+        state.is_inference = state.is_inference or torch.is_inference_mode_enabled()
+        state.has_graph = state.has_graph or torch.is_grad_enabled()
         self.is_running = True
 
     def forward_ends(self, failed: bool = False) -> bool:
@@ -142,12 +146,16 @@ class CacheForwards:
             self._end(failed=True)
 
     def settle(self) -> None:
-        """Undo a forward that was interrupted.
+        """Undo a forward that was interrupted, and leave inference mode with all K and V if it is over.
 
-        Raises ConfigError where a window or a state has advanced behind it.
+        Raises ConfigError where a window or a state has advanced behind the forward.
         """
+        state = self.state
         self.stop()
-        self.state.rollback_partial_forward()
+        state.rollback_partial_forward()
+        if state.is_inference and not torch.is_inference_mode_enabled():
+            state.kv.renew()
+            state.is_inference = False
 
     def refuse_unannounced(self) -> None:
         """Refuse K and V of a call that no hook announced."""
@@ -216,6 +224,9 @@ class CacheForwards:
         """Find the chunks of a forward, compute missing ones, and enter the layers if there are any."""
         state, expected = self.state, self.state.pending
         rows, pending = expected.rows(request)
+        if state.has_graph:
+            state.kv.renew()
+            state.has_graph = False
 
         # Is the model the one that it was?
         refuse_autocast(state.model, state.info.layers)

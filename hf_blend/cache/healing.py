@@ -55,7 +55,7 @@ class Healing:
         positions = torch.arange(start, stop, device=device)[None].expand(len(ids), -1)
         snapshots = self.kv.snapshots()
         try:
-            with torch.inference_mode(False), canonical(model):
+            with canonical(model):
                 decoder(
                     input_ids=ids.to(device), position_ids=positions, use_cache=True, **cache_argument(decoder, cache)
                 )
@@ -100,6 +100,7 @@ def tokens_left(state: BlendState) -> int:
     return state.kv.length - (state.inexact_from if copies_blocks(state.kv) else 0)
 
 
+@torch.inference_mode(False)  # the second cache may be continued in any mode
 def heal(state: BlendState, tokens: int | None) -> int:
     """Compute further tokens of a cache, all if `tokens` is None; returns how many are left, see `tokens_left`.
 

@@ -60,7 +60,12 @@ class BatchOfRequests:
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every batch entry `repeats` times in a row."""
-        self._map(lambda states: states.repeat_interleave(repeats, dim=0))
+
+        def repeated(states: Tensor) -> Tensor:
+            rows = torch.arange(len(states), device=states.device).repeat_interleave(repeats)
+            return states.index_select(0, rows)  # no view, which only the present mode of autograd could write to
+
+        self._map(repeated)
 
     def batch_select_indices(self, indices: Any) -> None:
         """Keep only some batch entries; `indices` is `[kept]`, or a boolean for each."""
@@ -131,7 +136,10 @@ class BlendLayer(BatchOfRequests, DynamicLayer):
         opened = keys[..., :tokens, :], values[..., :tokens, :]
         for number, layer in enumerate(layers):
             layer.lazy_initialization(key_states, value_states)
-            layer._use((keys[number], values[number]))
+            buffers = keys[number], values[number]
+            if not torch.is_grad_enabled():
+                buffers = buffers[0].data, buffers[1].data  # no views, to which a later mode could not write
+            layer._use(buffers)
             layer.length, layer.keys, layer.values = tokens, opened[0][number], opened[1][number]
         return opened
 

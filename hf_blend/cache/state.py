@@ -156,6 +156,12 @@ class KVLayers:
         for layer, snapshot in zip(self.of_tokens, snapshots, strict=True):
             layer.restore(snapshot)
 
+    @torch.no_grad()
+    def renew(self) -> None:
+        """Replace all K, V and states by copies, of the present mode and without a graph of autograd."""
+        for layer in self.of_tokens:
+            layer.batch_repeat_interleave(1)
+
     def spare(self, snapshots: Sequence[Any]) -> list[Any]:
         """Copies of the layers as they were when `snapshots` were made."""
         copies = copy.deepcopy(self)
@@ -350,6 +356,8 @@ class BlendState:
         healing: the second cache of `heal`, while it is not done.
         is_recording: assisted decoding has begun, whose steps bring several tokens.
         is_prompt_open: the cached tokens may be the first part of a prompt: no answer is behind them.
+        is_inference: some K and V may be of inference mode, outside of which they cannot be changed.
+        has_graph: some K and V may carry a graph of autograd, with which they cannot be copied.
         is_cut: a forward failed after it may have advanced the state of a layer, which cannot be undone.
         check_ms: time in which the model was checked, until a report says it.
         loader: loads chunks in part, where the store does.
@@ -372,6 +380,8 @@ class BlendState:
     healing: Any = None
     is_recording: bool = False
     is_prompt_open: bool = True
+    is_inference: bool = False
+    has_graph: bool = False
     is_cut: bool = False
     check_ms: float = 0.0
     loader: Any = None
@@ -411,6 +421,8 @@ class BlendState:
         self.crop_tokens(0)
         self.pending = PendingPrompt()
         self.author = None
+        self.is_inference = False
+        self.has_graph = False
         self.is_cut = False
         self.is_recording = False
         self.is_prompt_open = True
