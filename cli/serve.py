@@ -41,6 +41,7 @@ def serve(
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a request.")] = 1 << 20,
     conversations: Annotated[int, typer.Option(min=0, help="Whose K and V are kept for their next turn.")] = 4,
     heal: Annotated[bool, typer.Option("--heal/--no-heal", help="While nothing waits, make these exact.")] = True,
+    chains: Annotated[bool, typer.Option(help="Store what was healed, exact for prompts that begin alike.")] = False,
     edits: Annotated[
         str, typer.Option(help="Of a history that is edited: compute what follows, or blend.")
     ] = "compute",
@@ -76,7 +77,7 @@ def serve(
         conversations=conversations,
     )
     config: BlendConfig | None = None
-    settings: dict[str, Any] = {"allow_unverified": allow_unverified, "edits": edits}
+    settings: dict[str, Any] = {"allow_unverified": allow_unverified, "edits": edits, "chains": chains}
     if selector is not None:
         config = blend_config(selector, recompute_ratio=ratio)
     elif ratio is not None:

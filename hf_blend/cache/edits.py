@@ -60,8 +60,12 @@ def edit_of(state: BlendState, prompts: Sequence[Prompt], shared: int) -> Edit:
         runs.append(run._replace(start=shared + run.start))
     if not runs or author is None:
         return NO_EDIT
+    keys = []
+    for run in runs:
+        key = ChunkKey(author.fingerprint, (), ids[run.start : run.start + run.tokens], state.store.namespace)
+        keys.append(key)
     try:
-        chunks = _copy_runs(state, author.fingerprint, ids, runs)
+        chunks = copy_columns(state, [run.held for run in runs], keys)
     except (UnsupportedModelError, PromptError) as error:  # keys that cannot be moved
         return Edit(fallback_reason=f"what is behind an edit was computed: {error}")
     return Edit({run.start: chunk for run, chunk in zip(runs, chunks, strict=True)}, author)
@@ -86,10 +90,15 @@ def _why_computed(state: BlendState, prompts: Sequence[Prompt]) -> str:
 
 
 @torch.no_grad()
-def _copy_runs(state: BlendState, fingerprint: str, ids: tuple[int, ...], runs: Sequence["Run"]) -> list[ChunkKV]:
-    """Copy K and V of runs, each as a chunk with the rotary tables of the positions that they have in the cache."""
-    # Columns of all runs side by side; a column is a position
-    columns = torch.cat([torch.arange(run.held, run.held + run.tokens) for run in runs])
+def copy_columns(state: BlendState, starts: Sequence[int], keys: Sequence[ChunkKey]) -> list[ChunkKV]:
+    """Copy K and V from some columns on, each as the chunk of a key, with the rotary tables of their positions.
+
+    The cache holds one request without padding, so a column is a position. Raises UnsupportedModelError or PromptError
+    where the tables are not known.
+    """
+    # Columns of all chunks side by side
+    ranges = [torch.arange(start, start + len(key.token_ids)) for start, key in zip(starts, keys, strict=True)]
+    columns = torch.cat(ranges)
     layers: list[tuple[Tensor, ...]] = []
     for layer in state.kv.all:
         states = []
@@ -109,12 +118,11 @@ def _copy_runs(state: BlendState, fingerprint: str, ids: tuple[int, ...], runs: 
 
     chunks = []
     start = 0
-    for run in runs:
-        here = slice(start, start + run.tokens)
+    for key in keys:
+        here = slice(start, start + len(key.token_ids))
         start = here.stop
-        key = ChunkKey(fingerprint, (), ids[run.start : run.start + run.tokens], state.store.namespace)
-        of_run = tuple(tuple(part[:, here] for part in states) for states in layers)
-        chunks.append(ChunkKV(key, of_run, tuple((cos[here], sin[here]) for cos, sin in tables), layer_table))
+        of_key = tuple(tuple(part[:, here] for part in states) for states in layers)
+        chunks.append(ChunkKV(key, of_key, tuple((cos[here], sin[here]) for cos, sin in tables), layer_table))
     return chunks
 
 

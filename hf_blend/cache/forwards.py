@@ -36,6 +36,7 @@ from ..prefill.report import (
 )
 from ..prefill.request import PendingPrompt, Request
 from ..selectors.base import Receive
+from .chains import link_ends
 from .guards import CacheCall, GuardedCache, check_length, refuse
 from .state import ASK_AGAIN, BlendState
 
@@ -303,7 +304,11 @@ class CacheForwards:
         )
         inexact = [placed.start for placed in plan.chunks if not placed.exact]
         if inexact:
-            state.mark_inexact(request.past + min(inexact))
+            first = min(inexact)
+            if state.config.chains and not request.past and len(plan.counts) == 1:
+                state.link_ends = link_ends(plan.chunks)
+                first = state.link_ends[0]  # healing computes again what is between exact entries and the first chunk
+            state.mark_inexact(request.past + first)
         self.hooks.enter_layers(request.width)
 
     def _probe(self, cache: Any, receive: Receive, layers: Sequence[int], rows: int | None = None) -> None:

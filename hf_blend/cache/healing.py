@@ -22,6 +22,7 @@ from ..model.anatomy import cache_argument, cache_class_for, canonical, decoder_
 from ..model.identity import author_of, refuse_autocast, refuse_other_author
 from ..rotary.base import frequency_regime
 from ..store.memory import available_bytes
+from .chains import store_links
 from .layers import BlendLayer
 from .state import ASK_AGAIN, BlendState, KVLayers
 
@@ -121,6 +122,8 @@ def heal(state: BlendState, tokens: int | None) -> int:
         start = healing.reached
         healing.compute(state, ids[:, start : min(start + BLOCK_TOKENS, stop)])
         healing.finish(state, start)
+    if healing.copies_blocks and not state.report.refused_chunks:
+        store_links(state, healing.reached)
     state.report.healed_tokens += before - state.inexact_tokens()
     return tokens_left(state)
 

@@ -354,6 +354,7 @@ class BlendState:
         author: the model as it was when it computed K and V; None: nothing is computed.
         inexact_from: the first column whose K and V are not those of a full prefill; None: all are.
         healing: the second cache of `heal`, while it is not done.
+        link_ends: where links of a chain may be cut out of the prompt, see `chains`.
         is_recording: assisted decoding has begun, whose steps bring several tokens.
         is_prompt_open: the cached tokens may be the first part of a prompt: no answer is behind them.
         is_inference: some K and V may be of inference mode, outside of which they cannot be changed.
@@ -378,6 +379,7 @@ class BlendState:
     author: Author | None = None
     inexact_from: int | None = None
     healing: Any = None
+    link_ends: tuple[int, ...] = ()
     is_recording: bool = False
     is_prompt_open: bool = True
     is_inference: bool = False
@@ -397,6 +399,7 @@ class BlendState:
     def crop_tokens(self, length: int) -> None:
         """The cache was cropped to its first `length` columns."""
         self.tokens.crop(length)
+        self.link_ends = tuple(end for end in self.link_ends if end <= length)
         if self.inexact_from is not None and length <= self.inexact_from:
             self.inexact_from = None
         is_ahead = self.healing is not None and self.healing.reached > length

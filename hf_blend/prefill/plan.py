@@ -27,7 +27,7 @@ from ..model.identity import fingerprint, per_model
 from ..prompt.pieces import Span
 from ..rotary.base import frequency_regime, scales_by_position
 from ..store import ChunkStore
-from ..store.chunk import ChunkKey, ChunkKV, ChunkSpan, Layout
+from ..store.chunk import CHAIN, ChunkKey, ChunkKV, ChunkSpan, Layout
 from ..store.stream import LazyLayers, StreamedLayers
 from .pipeline import Pipeline
 from .report import Advice
@@ -339,8 +339,11 @@ class Planner:
 
         # Find the chunks, and leave out those that the controller would rather have computed
         spans = [self._spans(row) for row in rows]
+        if self._config.chains and not self._store.loads_in_part:
+            spans = [self._chained(plan, *pair) for pair in zip(rows, spans, strict=True)]
         for row, of_row in zip(rows, spans, strict=True):
             ends = [span.start + span.tokens for span in of_row]
+            ends += [start + chunk.tokens for start, chunk in row.moved.items()]
             plan.questions.append(row.ids[max(ends, default=len(row.ids)) :])
         keys = [span.key for of_row in spans for span in of_row]
         unloaded = set[ChunkKey]()
@@ -355,12 +358,14 @@ class Planner:
                 placed.append((key, row.moved.get(loaded[fields["number"]].start), fields))
 
         # Fetch them, and compute what is missing
-        needed = list(dict.fromkeys(key for key, moved, _ in placed if moved is None))
+        needed = list(dict.fromkeys(key for key, moved, _ in placed if moved is None and key not in self._fetched))
         missing = self._fetch(plan, needed)
         if missing:
             now = fingerprint(self._model)
             if now != self.fingerprint:  # its values have changed, which no version shows
                 self.fingerprint = now
+                self._fetched.clear()
+                rows = [replace(row, moved={}) for row in rows]
                 return self.plan(rows, width, logits_rows, length)
             self._compute_missing(plan, missing)
         for key, moved, fields in placed:
@@ -437,6 +442,22 @@ class Planner:
             if not is_moved and self._is_usable(found.key):
                 usable.append(found)
         return usable
+
+    def _chained(self, plan: Plan, row: PromptRow, spans: list[ChunkSpan]) -> list[ChunkSpan]:
+        """Put the longest stored chain, which is fetched, in the place of the first chunks."""
+        chain: list[ChunkSpan] = []
+        stop = 0
+        for span in spans if row.is_first else ():
+            start, stop = stop, span.start + span.tokens
+            if not start and span.start == span.first == 0 and not span.key.chunk_prefix_ids:
+                chain.append(span)
+                continue
+            fingerprint = self.fingerprint + CHAIN
+            key = _known_key(fingerprint, row.ids[:start], row.ids[start:stop], self._store.namespace)
+            if not self._is_usable(key) or not self._store.contains(key) or self._fetch(plan, [key]):
+                break
+            chain.append(ChunkSpan(start, key, 0, stop - start))
+        return [*chain, *spans[len(chain) :]]
 
     def _is_usable(self, key: ChunkKey) -> bool:
         """Whether a chunk is text that fits the model's positions behind its prefix."""
@@ -536,7 +557,11 @@ class Planner:
         plan.kept_ratio = sum(tokens[key] for key in tokens if self._store.contains(key)) / sum(tokens.values())
 
     def _compute(self, keys: Sequence[ChunkKey]) -> Iterator[ChunkKV]:
-        return compute_chunks(self._model, keys, self._tokenizer, self._question_ids)
+        """Compute chunks alone, and links behind all tokens before them."""
+        of_model = [replace(key, fingerprint=self.fingerprint) for key in keys]
+        chunks = compute_chunks(self._model, of_model, self._tokenizer, self._question_ids)
+        for key, chunk in zip(keys, chunks, strict=True):
+            yield replace(chunk, key=key)
 
 
 @lru_cache(maxsize=1024)

@@ -19,6 +19,7 @@ _KEY_FORMAT = b"hf_blend.key/1"
 _MAX_TOKEN_ID = 2**31 - 1
 _LARGEST = 2.0**30  # of a value; K and V of models stay below 10^4, and products of larger ones soon overflow
 _KINDS: tuple[tuple[str, ...], ...] = ((), ("p",), ("k", "v"), ("k", "v", "p"))  # by the number of tensors of a layer
+CHAIN = "/chain"  # behind the fingerprint of what was computed behind all tokens of a prompt before it
 KV = tuple[Tensor, Tensor]
 
 

@@ -61,7 +61,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 KIND = "hf_blend.chunk/2"
 IMPORTANCE = "importance"
 _MAX_IDS = 1 << 24
-PROVENANCE = "isolated"  # computed from the chunk alone; KV cut out of a live request has no way into the store
+PROVENANCE = "isolated"  # computed from what its key names; what a caller's own forward computed has no way in
 
 
 @dataclass(frozen=True)

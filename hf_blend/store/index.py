@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .chunk import ChunkKey, ChunkSpan
+from .chunk import CHAIN, ChunkKey, ChunkSpan
 from .tiers.base import EntryFault
 from .tiers.disk import open_regular, write_atomically
 
@@ -60,6 +60,7 @@ _WORDS = _ROW.itemsize // 8
 _CHECKS = np.random.default_rng(1).integers(1, 1 << 62, _WORDS - 1, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
 _WHOLE = 1  # flag: the chunk is known by its first tokens, and found only as a whole
 _IN_MEMORY = 2  # flag: the ids are not in the file, which could not be written
+_CHAIN = 4  # flag: a link of a chain, which is in no group of chunks
 _MOST_BYTES = 1 << 27  # of the ids of one row
 _MOST = 1 << 48  # bytes of an entry, and of the file of ids
 _MOST_ALIKE = 64  # chunks with the same window that are compared with a prompt token by token
@@ -344,10 +345,10 @@ class ChunkIndex:
             return Listed(key, int(row["nbytes"]), float(row["created"]))
 
     def groups(self) -> dict[tuple[str, tuple[int, ...]], list[str]]:
-        """List digests by fingerprint and chunk prefix."""
+        """List digests by fingerprint and chunk prefix, without those of chains."""
         groups: dict[tuple[str, tuple[int, ...]], list[str]] = {}
         with self._lock:
-            rows = self._rows[self._is_there]
+            rows = self._rows[self._is_there & (self._rows["flags"] & _CHAIN == 0)]
             for number in np.unique(rows["group"]).tolist():
                 members = rows[rows["group"] == number]
                 key = self._key(members[-1])
@@ -539,7 +540,7 @@ def _rows_of(chunks: Sequence[Listed], start: int) -> tuple[np.ndarray, bytes]:
         row["tokens"] = len(key.token_ids)
         row["width"] = width
         row["offset"] = offset
-        row["flags"] = flags
+        row["flags"] = flags | (_CHAIN if key.fingerprint.endswith(CHAIN) else 0)
         row["group"] = group
         row["window"] = _salted(hashes(ids[offset : offset + width], width), group, width, flags == _WHOLE)[0]
         row["behind"] = behind[0] if len(behind) else 0

@@ -1,0 +1,145 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Chains: what was healed is exact behind the tokens before it, for every prompt that begins with these.
+
+The oracle is stock transformers: a plain forward of the prompt.
+"""
+
+import pytest
+import torch
+
+from hf_blend import BlendCache, ChunkStore
+from hf_blend.model.identity import fingerprint
+from hf_blend.store.chunk import CHAIN
+from tests.asking import generated, memory
+from tests.conftest import random_ids, shared_tiny_model
+from tests.test_edits import LOGITS, off, stock
+
+PREFIX = [1, *random_ids(5, 1)]
+A, B, C = (random_ids(40, number) for number in (2, 3, 4))
+QUESTION = random_ids(6, 5)
+BLENDED = {"chains": True, "recompute_ratio": 0.1}
+ONLY_STORED = {"chains": True, "recompute_ratio": 0.0, "selector": "none"}
+
+
+def asked(model, store, *documents, prefix=PREFIX, question=QUESTION, **settings):
+    """A cache behind a prompt, the prompt's ids, and the logits of the token behind it."""
+    cache = BlendCache(model, store, **(settings or BLENDED))
+    inputs = cache.inputs(None, prefix=prefix, chunks=documents, question=question)
+    return cache, inputs["input_ids"][0].tolist(), generated(model, inputs, cache, **LOGITS).logits[0]
+
+
+def links(store):
+    return sorted(one.tokens for one in store.entries() if one.fingerprint.endswith(CHAIN))
+
+
+@pytest.fixture
+def chained():
+    """A model, and a store with the chain of two documents behind the prefix."""
+    model, store = shared_tiny_model(), memory()
+    cache, *_ = asked(model, store, A, B)
+    assert links(store) == []
+    cache.heal()
+    assert links(store) == [40, 40]
+    return model, store
+
+
+@pytest.mark.parametrize(
+    ("documents", "exact"),
+    [([A, B], 86), ([A, B, C], 86), ([A, C], 46), ([A], 46), ([B, A], 6), ([A, A, B], 46), ([C, A, B], 6)],
+)
+def test_longest_chain_is_loaded_as_exact(chained, documents, exact):
+    model, store = chained
+    cache, ids, logits = asked(model, store, *documents, question=random_ids(9, 6), **ONLY_STORED)
+    assert cache.report.exact_tokens == exact
+    full, expected = stock(model, ids)
+    assert (off(logits, expected) < 1e-5) == (exact == len(ids) - 9)
+    for layer, other in zip(cache.layers, full.layers, strict=True):
+        assert off(layer.keys[:, :, :exact], other.keys[:, :, :exact]) < 1e-5
+        assert off(layer.values[:, :, :exact], other.values[:, :, :exact]) < 1e-5
+
+
+def test_chain_grows_by_what_is_healed_behind_it(chained):
+    model, store = chained
+    cache, ids, _ = asked(model, store, A, B, C)
+    left = cache.heal(0)
+    assert left == cache.get_seq_length() - 86
+    cache.heal(39)
+    assert links(store) == [40, 40], "the third is not whole"
+    cache.heal(1)
+    assert links(store) == [40, 40, 40]
+    cache, ids, logits = asked(model, store, A, B, C, **ONLY_STORED)
+    assert cache.report.exact_tokens == 126
+    assert off(logits, stock(model, ids)[1]) < 1e-5
+
+
+@pytest.mark.parametrize("change", [{"prefix": [1, *random_ids(5, 9)]}, {"recompute_ratio": 0.0, "selector": "none"}])
+def test_chain_is_of_its_beginning_and_only_where_asked_for(chained, change):
+    model, store = chained
+    cache, *_ = asked(model, store, A, B, **{**({} if "selector" in change else BLENDED), **change})
+    assert cache.report.exact_tokens == 6
+    cache.heal()
+    assert (links(store) == [40, 40]) == ("selector" in change)
+
+
+def test_link_is_of_one_model_and_namespace(chained, tiny_model):
+    model, store = chained
+    other = tiny_model(seed=1)
+    cache, ids, logits = asked(other, store, A, B, chains=True, recompute_ratio=1.0)
+    assert cache.report.exact_tokens == 6
+    assert off(logits, stock(other, ids)[1]) < 1e-5
+    tenant = ChunkStore.open("memory://", namespace="tenant")
+    assert asked(model, tenant, A, B)[0].report.exact_tokens == 6
+
+
+def test_tokens_of_the_callers_forward_are_healed_before_they_are_stored():
+    """Between the exact beginning and the first chunk are tokens that only the caller's forward has computed."""
+    model, store = shared_tiny_model(), memory()
+    store.add(model, None, [A, B])
+    ids = torch.tensor([[*PREFIX, *A, *B, *QUESTION]])
+    cache = asked_by_ids(model, store, ids)
+    assert cache.state.inexact_from == cache.report.exact_tokens == 0
+    for layer in cache.layers:
+        layer.keys[:, :, :6] += 1.0
+    cache.heal()
+    cache = asked_by_ids(model, store, ids)
+    assert cache.report.exact_tokens == 86
+    for layer, other in zip(cache.layers, stock(model, ids[0].tolist())[0].layers, strict=True):
+        assert off(layer.keys, other.keys) < 1e-5
+
+
+@torch.no_grad()
+def asked_by_ids(model, store, ids):
+    cache = BlendCache(model, store, **BLENDED)
+    model(ids, past_key_values=cache, logits_to_keep=1)
+    return cache
+
+
+def test_links_are_no_chunks_for_those_who_list_groups(chained):
+    model, store = chained
+    identity = fingerprint(model)
+    assert store.longest_prefix(identity) == (1,)
+    assert store.known(identity) == (3, 3)
+    assert store.stored_prefix(model, identity) == (1,)
+
+
+def test_link_that_is_gone_or_damaged_is_computed(tmp_path):
+    model = shared_tiny_model()
+    with ChunkStore.open(tmp_path, memory_bytes=0) as store:
+        asked(model, store, A, B)[0].heal()
+    with ChunkStore.open(tmp_path, memory_bytes=0) as store:  # another process
+        cache, ids, logits = asked(model, store, A, B, **ONLY_STORED)
+        assert cache.report.exact_tokens == 86
+        expected = stock(model, ids)[1]
+        assert off(logits, expected) < 1e-5
+        second = next(one for one in store.entries() if one.fingerprint.endswith(CHAIN))
+        (path,) = tmp_path.glob(f"objects/*/{second.digest}*")
+        damaged = bytearray(path.read_bytes())
+        damaged[-5000] ^= 1
+        path.write_bytes(damaged)
+        cache, _, logits = asked(model, store, A, B, chains=True, recompute_ratio=1.0)
+        assert off(logits, expected) < 1e-5
+        store.remove([one.digest for one in store.entries() if one.fingerprint.endswith(CHAIN)])
+        cache, _, logits = asked(model, store, A, B, chains=True, recompute_ratio=1.0)
+        assert cache.report.exact_tokens == 6
+        assert off(logits, expected) < 1e-5
