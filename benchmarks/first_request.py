@@ -7,13 +7,17 @@
 The prompts are passages and a question of a file of JSON lines (`chunks`, `question`), in the model's chat template.
 The three take turns in one process, each first request with a fresh store in memory, and what counts is CPU time of
 all threads: other work on the machine moves it less than the clock. The very first request of a process, which also
-finds out whether the model can be blended, is measured once, apart.
+finds out whether the model can be blended, is measured once, apart. So is the first one of a second process: what the
+process before it found out is beside the chunks, which are on disk.
 """
 
 import argparse
 import json
 import platform
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -112,6 +116,34 @@ def compare(model: Any, tokenizer: Any, path: Path, tokens: int, rounds: int) ->
     }
 
 
+def second_process(given: argparse.Namespace, tokens: int) -> dict[str, Any]:
+    """The first request of a second process over later ones of it; the chunks are stored."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-P", __file__, "--model", given.model, "--rows", given.rows, "--tokens", tokens]
+        command += ["--rounds", given.rounds, "--threads", given.threads, "--store", folder]
+        for _ in range(2):
+            done = subprocess.run(list(map(str, command)), check=True, capture_output=True, text=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def in_process(given: argparse.Namespace, model: Any, tokenizer: Any, tokens: int) -> dict[str, Any]:
+    """CPU seconds of the first request and of later ones of this process, over a store on disk."""
+    chosen = choose(tokenizer, given.rows, tokens)
+    spent(lambda: full(model, tokenizer, *chosen))
+    with ChunkStore.open(given.store) as store:
+        took = [spent(lambda: request(model, tokenizer, *chosen, store)) for _ in range(1 + given.rounds)]
+    first_s, cache = took[0]
+    later_s = statistics.median(seconds for seconds, _ in took[1:])
+    return {
+        "tokens": cache.report.prompt_tokens,
+        "computed_chunks": cache.report.computed_chunks,
+        "first_cpu_s": first_s,
+        "later_cpu_s": later_s,
+        "first_over_later": first_s / later_s,
+    }
+
+
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -121,9 +153,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", type=Path, default=Path("first_request.json"))
+    parser.add_argument("--store", help="measure the first requests of this process over a store, and print them")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     model, tokenizer = load_model(given.model)
+    if given.store:
+        print(json.dumps(in_process(given, model, tokenizer, given.tokens[0])))
+        return
     chosen = choose(tokenizer, given.rows, given.tokens[0])
     spent(lambda: full(model, tokenizer, *chosen))  # a model that has run before
     full_s, _ = spent(lambda: full(model, tokenizer, *chosen))
@@ -145,8 +181,11 @@ def main() -> None:
             "cpu_s": process_s,
             "over_full": process_s / full_s,
         },
+        "second_process": [second_process(given, tokens) for tokens in given.tokens],
         "prompts": [compare(model, tokenizer, given.rows, tokens, given.rounds) for tokens in given.tokens],
     }
+    for row in result["second_process"]:
+        print(f"{row['tokens']} tokens: first of a second process / later {row['first_over_later']:.2f}")
     given.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 

@@ -19,7 +19,8 @@ import hf_blend
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.errors import ConfigError, UnsupportedModelError
 from hf_blend.model import capture
-from hf_blend.model.identity import fingerprint, per_model
+from hf_blend.model.anatomy import per_model
+from hf_blend.model.identity import fingerprint
 from tests import adapters
 
 IDS = torch.arange(3, 35)[None]
@@ -169,6 +170,7 @@ def test_canary_of_fresh_look_finds_what_fingerprint_does_not_see(change, model,
 def test_per_model_keeps_result_until_look_finds_another_structure(tiny_model):
     model = tiny_model("llama", num_hidden_layers=1)
     other = tiny_model("llama", num_hidden_layers=1)
+    fingerprint(model)
     calls = []
 
     @per_model

@@ -115,7 +115,7 @@ class BlendCache(GuardedCache):
 
         # Read the model
         prefix_ids = bos_prefix(model) if config.chunk_prefix_ids is None else tuple(config.chunk_prefix_ids)
-        info = ModelInfo(model, prefix_ids, trial_cache, config.allow_unverified)
+        info = ModelInfo(model, prefix_ids, trial_cache, config.allow_unverified, store.folder)
         check_ms = 1e3 * (time.perf_counter() - began_s)
 
         # Make empty layers, and wait for the model to be called

@@ -10,6 +10,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,12 +26,14 @@ from ..model.anatomy import (
     extras_of,
     has_indexer,
     layer_extensions,
+    per_model,
+    placeholders_of,
     refuse_placeholders,
     stock_layers,
     text_config,
 )
 from ..model.calibrate import ensure_trusted, ignores_states
-from ..model.identity import Author, per_model, placeholders_of
+from ..model.identity import Author
 from ..prefill.report import BlendReport
 from ..prefill.request import PendingPrompt, Request
 from ..prompt.pieces import UNKNOWN
@@ -307,6 +310,7 @@ class ModelInfo:
         chunk_prefix_ids: Sequence[int],
         make_cache: Callable[..., Any],
         allow_unverified: bool,
+        folder: Path | None = None,
     ) -> None:
         """Read a model; at its first use test that it can be blended.
 
@@ -318,7 +322,7 @@ class ModelInfo:
         self.config = text_config(model)
         self.placeholders = placeholders_of(model)
         refuse_placeholders(model, chunk_prefix_ids, "chunk_prefix_ids", self.placeholders)
-        self.styles = ensure_trusted(model, make_cache, allow_unverified)
+        self.styles = ensure_trusted(model, make_cache, allow_unverified, folder)
         self.extras = extras_of(model, len(self.layers))
         self.ignores_states = ignores_states(model)
 

@@ -19,9 +19,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from functools import cache, lru_cache, partial
-from typing import Any, Protocol
+from dataclasses import astuple, dataclass
+from functools import cache, lru_cache, partial, wraps
+from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -36,7 +36,9 @@ DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps")
 EXTENDED: ContextVar[tuple[Any, ...]] = ContextVar("self_extend", default=())  # configs of models that are inside it
 TOKEN_STATES = ("", "SlidingWindow", "Dummy")  # cache layers of transformers, less "Dynamic" and "Layer"
 PER_TOKEN = ("output_hidden_states", "output_attentions", "output_router_logits")  # a row for every token of a layer
-_reshaping: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+Found = TypeVar("Found")
+_found: WeakKeyDictionary[nn.Module, dict[Any, Any]] = WeakKeyDictionary()  # results of `per_model`
+FACTS: dict[str, "Fact"] = {}  # the results that are kept beside a store, by the name of their function
 _infos: WeakKeyDictionary[nn.Module, "LayerInfo"] = WeakKeyDictionary()
 UNREADABLE = (AttributeError, LookupError, TypeError, ValueError)  # a config that transformers' own cache refuses
 KEYWORDS = ("cache", "past_key_values")
@@ -60,7 +62,54 @@ MODAL_WORDS = frozenset({
 _ID_FIELD = re.compile(r"_?(?P<stem>.+?)(?P<token>_token)?_(?:ids?|index)")
 Spans = Sequence[tuple[slice, slice]]  # columns of an output, and where they are among those stored of a layer
 CONVOLUTION_AXES = 3  # of the weight of a 1-D convolution
-_costs: WeakKeyDictionary[nn.Module, list["LayerCost"]] = WeakKeyDictionary()
+
+
+class Fact(NamedTuple):
+    """A function of a model whose result is kept beside a store, and what turns the result into JSON and back."""
+
+    find: Callable[[nn.Module], Any]
+    encode: Callable[[Any], Any]
+    decode: Callable[[Any], Any]
+
+
+def per_model(
+    find: Callable[[nn.Module], Found],
+    encode: Callable[[Found], Any] | None = None,
+    decode: Callable[[Any], Found] | None = None,
+) -> Callable[[nn.Module], Found]:
+    """Keep the result of a function of a model until a look at the model finds another structure.
+
+    With `encode` and `decode`, which turn a result into JSON and back, it is kept beside a store, too (`facts`).
+    """
+    if encode is not None and decode is not None:
+        FACTS[find.__name__] = Fact(find, encode, decode)
+
+    @wraps(find)
+    def find_once(model: nn.Module) -> Found:
+        found = _found.setdefault(model, {})
+        if find not in found:
+            found[find] = find(model)
+        result: Found = found[find]
+        return result
+
+    return find_once
+
+
+def found_facts(model: nn.Module) -> dict[str, Any]:
+    """What was found of the facts of a model, by name."""
+    found = _found.get(model, {})
+    return {name: found[fact.find] for name, fact in FACTS.items() if fact.find in found}
+
+
+def set_facts(model: nn.Module, facts: Mapping[str, Any]) -> None:
+    """Take over what was found of a model earlier."""
+    for name, value in facts.items():
+        _found.setdefault(model, {})[FACTS[name].find] = value
+
+
+def forget(model: nn.Module) -> None:
+    """Drop what `per_model` functions found: the model has another structure now."""
+    _found.pop(model, None)
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -84,10 +133,9 @@ def decoder_of(model: nn.Module) -> nn.Module:
     return next((module for module in (decoder, base, *inside) if _lists_of(module, count)), decoder)
 
 
+@partial(per_model, encode=bool, decode=bool)
 def wants_all_rows(model: nn.Module) -> bool:
     """Return True if a decoder needs all rows behind its last layer, because it reshapes them, as GPT-J does."""
-    if model in _reshaping:
-        return _reshaping[model]
 
     def drop(layer: nn.Module, args: Any, output: Any) -> Any:
         return (output[0][:, 1:], *output[1:]) if isinstance(output, tuple) else output[..., 1:, :]
@@ -97,12 +145,11 @@ def wants_all_rows(model: nn.Module) -> bool:
         device = input_device(model)
         with canonical(model):
             decoder_of(model)(input_ids=torch.zeros((1, 4), dtype=torch.long, device=device), use_cache=False)
-        _reshaping[model] = False
     except RuntimeError:
-        _reshaping[model] = True
+        return True
     finally:
         handle.remove()
-    return _reshaping[model]
+    return False
 
 
 def refuse_other_states(model: nn.Module, only_keys: bool = False) -> None:
@@ -460,6 +507,12 @@ def text_ids(model: nn.Module, tokens: int, seed: int = 0) -> Tensor:
     return text[torch.randint(len(text), (tokens,), generator=torch.Generator().manual_seed(seed))]
 
 
+@per_model
+def placeholders_of(model: nn.Module) -> frozenset[int]:
+    """`placeholder_ids` of a model's config."""
+    return placeholder_ids(model.config)
+
+
 def refuse_placeholders(
     model: nn.Module, token_ids: Iterable[int], what: str, placeholders: frozenset[int] | None = None
 ) -> None:
@@ -548,15 +601,18 @@ class LayerCost:
         return self.of_columns(columns) + columns.numel() * self.always
 
 
-def layer_costs(model: nn.Module) -> list[LayerCost]:
-    """Cost of a token in each decoder layer, found by one forward of four tokens and cached while the model lives."""
-    if model not in _costs:
-        _costs[model] = _measure(model)
-    return _costs[model]
+def _costs_to_json(costs: list[LayerCost]) -> list[Any]:
+    return [astuple(cost) for cost in costs]
 
 
+def _costs_of_json(rows: list[list[float]]) -> list[LayerCost]:
+    return [LayerCost(*map(float, row)) for row in rows]
+
+
+@partial(per_model, encode=_costs_to_json, decode=_costs_of_json)
 @torch.no_grad()
-def _measure(model: nn.Module) -> list[LayerCost]:
+def layer_costs(model: nn.Module) -> list[LayerCost]:
+    """Cost of a token in each decoder layer, found by one forward of four tokens."""
     layers = decoder_layers(model)
     decoder = decoder_of(model)
     cache = full_cache(model)

@@ -46,9 +46,9 @@ from .anatomy import (
     full_cache,
     hooked,
     input_device,
+    per_model,
     text_config,
 )
-from .identity import per_model
 
 BLOCK_ROWS = (64, 1024)  # rows per block on a CPU and on a GPU; fewer look at less in vain, more fill the kernels
 SMALL_MASK = (1 << 16, 1 << 18)  # rows x keys up to which one block is faster than several, on a CPU and on a GPU
@@ -449,7 +449,7 @@ class _RowProbe:
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
 
-@per_model
+@partial(per_model, encode=sorted, decode=frozenset)
 def layers_handing_on(model: nn.Module) -> frozenset[int]:
     """The layers that hand `ROWS` on to the registered function, and only hand on their mask.
 

@@ -13,7 +13,8 @@ what the model computes of one token, and not what it computes of several.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from .anatomy import (
     decoder_of,
     hooked,
     input_device,
+    is_extended,
     notes_kept,
     refuse_other_states,
     stock_cache,
@@ -36,7 +38,7 @@ from .anatomy import (
     text_config,
     text_ids,
 )
-from .capture import Capture, capture
+from .capture import Capture, cached_prefix, capture
 from .checks import (
     FLOORS,
     KV,
@@ -49,12 +51,16 @@ from .checks import (
     allowed_of,
     check,
     ensure_passed,
+    has_passed,
     inconclusive,
+    is_tested,
     model_probe,
     norm_error,
     relative_error,
+    set_passed,
     violations,
 )
+from .facts import read_facts, write_facts
 
 PROBE_TOKENS = 20
 PROBE_SHIFT = 37  # not a multiple of a head's width, so that no frequency comes back to where it was
@@ -116,7 +122,20 @@ class _Probe:
         return [max(map(relative_error, got, expected), default=0.0) for got, expected in pairs]
 
 
-@model_probe
+def _styles_to_json(styles: Sequence[type[RotaryStyle]]) -> list[list[str]]:
+    return [[style.__name__, style.beside.__name__ if style.beside else ""] for style in styles]
+
+
+def _styles_of_json(rows: Sequence[Sequence[str]]) -> tuple[type[RotaryStyle], ...]:
+    known: dict[str, type[RotaryStyle]] = {}
+    for name in plugins.describe("rotary"):
+        style = plugins.load("rotary", name)
+        for candidate in (style, in_values(style), at_the_end(style)):
+            known[candidate.__name__] = candidate
+    return tuple(with_style_beside(known[own], known[beside]) if beside else known[own] for own, beside in rows)
+
+
+@partial(model_probe, encode=_styles_to_json, decode=_styles_of_json)
 def rotary_styles(model: nn.Module) -> CheckResult:
     """At another position each layer keeps the K and V that it had, but for what a known rotary style turns."""
     refuse_other_states(model)
@@ -200,7 +219,7 @@ def _error(style: type[RotaryStyle], states: States, there: States, old: Table |
     return max(relative_error(got, expected) for got, expected in zip(moved, there, strict=True))
 
 
-@model_probe
+@partial(model_probe, encode=bool, decode=bool)
 def ignores_states(model: nn.Module) -> CheckResult:
     """Several tokens behind others feel every state of these that a cache holds, as one token does."""
     if not any(hasattr(layer, kind) for layer in stock_layers(text_config(model)) for kind in STATE_KINDS):
@@ -231,12 +250,23 @@ def _felt(model: nn.Module, tokens: int) -> set[str]:
 
 
 def ensure_trusted(
-    model: nn.Module, make_cache: Callable[..., Any], allow_unverified: bool = False
+    model: nn.Module, make_cache: Callable[..., Any], allow_unverified: bool = False, folder: Path | None = None
 ) -> tuple[type[RotaryStyle], ...]:
-    """Find out whether a model can be blended exactly, once for each dtype, attention and structure that it has."""
+    """Find out whether a model can be blended exactly, once for each dtype, attention and structure that it has.
+
+    What is found out is kept in the folder of a store, if there is one, for other processes.
+    """
     with PROBING:
+        subject = CheckedModel(model, make_cache)
+        is_new = folder is not None and not is_extended(model) and not is_tested(subject, BLEND)
+        if is_new and read_facts(model, folder):
+            set_passed(subject, BLEND)
+            is_new = False
         styles = rotary_styles(model)
-        ensure_passed(CheckedModel(model, make_cache), BLEND, allow_unverified)
+        ensure_passed(subject, BLEND, allow_unverified)
+        if is_new and has_passed(subject, BLEND):
+            cached_prefix(model)  # the first chunk that is computed asks for it
+            write_facts(model, folder)
     return styles
 
 

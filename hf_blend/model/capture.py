@@ -26,6 +26,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -353,7 +354,7 @@ def check_chunk(
         )
 
 
-@model_probe
+@partial(model_probe, encode=bool, decode=bool)
 def cached_prefix(model: nn.Module) -> CheckResult:
     """Behind a cached prefix a chunk gets the K and V that one forward with the prefix gives it."""
     otherwise = "what is before a chunk is computed again for each."

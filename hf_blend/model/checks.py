@@ -17,7 +17,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -34,10 +34,11 @@ from .anatomy import (
     input_device,
     is_extended,
     notes_kept,
+    per_model,
     text_config,
     text_ids,
 )
-from .identity import per_model, structure_of
+from .identity import structure_of
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +103,7 @@ CHECKS: dict[str, Check] = {}
 _complaints: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], tuple[str, bool]]] = WeakKeyDictionary()  # "": none
 _warned: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 _testing: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+PASSED = ("", True)
 PROBING = threading.RLock()
 
 
@@ -116,8 +118,15 @@ def check(first_use: str = "", overridable: bool = True, needs: type = object) -
     return register
 
 
-def model_probe(find: Callable[[nn.Module], CheckResult]) -> Callable[[nn.Module], Any]:
-    """Register a function of a model as a check; a call gives the result's `value`, or raises the function's error."""
+def model_probe(
+    find: Callable[[nn.Module], CheckResult],
+    encode: Callable[[Any], Any] | None = None,
+    decode: Callable[[Any], Any] | None = None,
+) -> Callable[[nn.Module], Any]:
+    """Register a function of a model as a check; a call gives the result's `value`, or raises the function's error.
+
+    `encode` and `decode` as for `per_model`.
+    """
 
     def measure(subject: Any) -> CheckResult:
         try:
@@ -127,7 +136,12 @@ def model_probe(find: Callable[[nn.Module], CheckResult]) -> Callable[[nn.Module
 
     measure.__name__, measure.__doc__ = find.__name__, find.__doc__
     check()(measure)
-    return per_model(lambda model: find(model).value)
+
+    @wraps(find)
+    def value(model: nn.Module) -> Any:
+        return find(model).value
+
+    return per_model(value, encode, decode)
 
 
 def violations(details: list[str]) -> CheckResult:
@@ -270,6 +284,22 @@ class CheckedModel:
         return norm_error(logits[:, -expected.shape[1] :].float(), expected)
 
 
+def is_tested(subject: CheckedModel, use: Use) -> bool:
+    """Whether `ensure_passed` runs nothing for a model as it is now: it did, or is doing it."""
+    model = subject.model
+    return use.name in _testing.get(model, ()) or _state(subject, use) in _complaints.get(model, {})
+
+
+def has_passed(subject: CheckedModel, use: Use) -> bool:
+    """Whether nothing is wrong with a use of a model as it is now, as far as is known."""
+    return _complaints.get(subject.model, {}).get(_state(subject, use)) == PASSED
+
+
+def set_passed(subject: CheckedModel, use: Use) -> None:
+    """Take over that a model as it is now has passed the checks of a use."""
+    _complaints.setdefault(subject.model, {})[_state(subject, use)] = PASSED
+
+
 def ensure_passed(subject: CheckedModel, use: Use, allow_unverified: bool = False) -> None:
     """Run the checks of a use once for each dtype and attention that a model has."""
     model = subject.model
@@ -319,7 +349,7 @@ def _complaint(subject: CheckedModel, use: Use) -> tuple[str, bool] | None:
             return None
         if not result.passed:
             return f"{what}: {result.detail} {use.do}" if trial.overridable else result.detail, trial.overridable
-    return "", True
+    return PASSED
 
 
 def question_rows(prompts: Sequence[Prompt]) -> int:

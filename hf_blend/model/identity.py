@@ -37,9 +37,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_hooks
 
 from ..errors import ConfigError, UnsupportedModelError
-from .anatomy import DEVICE_TYPES, EXTENDED, offload_hooks, placeholder_ids, refuse_extended, text_config
+from .anatomy import DEVICE_TYPES, EXTENDED, forget, offload_hooks, refuse_extended, text_config
 
-Found = TypeVar("Found")
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 NamedTensor: TypeAlias = tuple[nn.Module, str, Tensor]  # the module that has it, and its name there
 FORMAT = "hf_blend.fingerprint/5"
@@ -360,28 +359,17 @@ def is_same_sample(new: Sequence[Tensor], old: Sequence[Tensor]) -> bool:
     return not flags or not torch.stack([flag.to(flags[0].device) for flag in flags]).any().item()
 
 
-@dataclass(eq=True)
-class _Form:
-    """What is compared of a model in each call besides its tensors."""
-
-    config: dict[str, Any]  # the attributes of the text config, shallow
-    kinds: list[type]  # of all modules
-    dtypes: list[torch.dtype]  # of all parameters
-    adapters: list[Any]  # as `_adapters_of` gives them
-
-
 @dataclass
 class _Record:
     """The identity of a live model, and what a change of the model is noticed by."""
 
-    form: _Form | None = None
+    form: tuple[Any, ...] = ()  # what is compared in each call besides the tensors
     structure: str = ""  # digest of config, classes, dtypes and adapters
     weights: str = ""  # digest of all weights; empty: never read
     # Of the tensors when they were read
     locations: list[tuple[Any, ...]] = field(default_factory=list)
     samples: list[Tensor] = field(default_factory=list)
     state: int = 0  # how many changes were noticed
-    found: dict[Callable[..., Any], Any] = field(default_factory=dict)  # of `per_model`, for this structure
 
 
 _records: WeakKeyDictionary[nn.Module, _Record] = WeakKeyDictionary()
@@ -437,34 +425,15 @@ def state_of(model: nn.Module) -> int:
     return _records[model].state
 
 
-def per_model(find: Callable[[nn.Module], Found]) -> Callable[[nn.Module], Found]:
-    """Keep the result of a function of a model until a look at the model finds another structure."""
-
-    @functools.wraps(find)
-    def find_once(model: nn.Module) -> Found:
-        record = _records.get(model)
-        if record is None:
-            with _lock:
-                record = _compare_structure(model, modules_of(model))
-        if find not in record.found:
-            record.found[find] = find(model)
-        result: Found = record.found[find]
-        return result
-
-    return find_once
-
-
 def _compare_structure(model: nn.Module, modules: list[nn.Module], reread: bool = False) -> _Record:
     """A model's record, updated to the config, classes and adapters that the model has now."""
     refuse_wrapper(model)
     refuse_foreign_hooks(modules)
     _refuse_compiled(model, modules)
-    form = _Form(
-        config=dict(vars(text_config(model))),
-        kinds=list(map(type, modules)),
-        dtypes=[weight.dtype for module in modules for weight in module._parameters.values() if weight is not None],
-        adapters=_adapters_of(modules),
-    )
+    kinds = list(map(type, modules))
+    dtypes = [weight.dtype for module in modules for weight in module._parameters.values() if weight is not None]
+    adapters = _adapters_of(modules)
+    form = (dict(vars(text_config(model))), kinds, dtypes, adapters)
     record = _records.setdefault(model, _Record())
     if reread or form != record.form:
         record.form = form
@@ -472,14 +441,14 @@ def _compare_structure(model: nn.Module, modules: list[nn.Module], reread: bool 
             {
                 "format": FORMAT,
                 "config": config_part(model.config.to_dict()),
-                "classes": [f"{kind.__module__}.{kind.__qualname__}" for kind in form.kinds],
-                "dtypes": sorted(set(map(str, form.dtypes))),
-                "adapters": form.adapters,
+                "classes": [f"{kind.__module__}.{kind.__qualname__}" for kind in kinds],
+                "dtypes": sorted(set(map(str, dtypes))),
+                "adapters": adapters,
             }
         )
         if reread or structure != record.structure:  # a setting that does not count leaves it the same
             record.structure = structure
-            record.found = {}
+            forget(model)
             record.state += 1
     return record
 
@@ -569,9 +538,3 @@ def refuse_other_author(author: Author | None, now: Author, tokens: int, do: str
             f"{tokens} tokens whose K and V are held were computed by another model than the one that is expected to "
             f"continue them: now it has {now.difference(author)}. {do}"
         )
-
-
-@per_model
-def placeholders_of(model: nn.Module) -> frozenset[int]:
-    """`placeholder_ids` of a model's config."""
-    return placeholder_ids(model.config)

@@ -14,9 +14,9 @@ from torch import nn
 
 from ..errors import PromptError
 from ..prompt.messages import has_template, render
+from .anatomy import per_model
 from .calibrate import ignores_states
 from .capture import cached_prefix, keeps_tokens_alone
-from .identity import per_model
 
 QUESTION = "What is the name of the person, place, date or thing that is asked about?"
 PLAIN = f"\n\nQuestion: {QUESTION}\nShort answer:"  # without a chat template

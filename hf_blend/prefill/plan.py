@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from ..config import BlendConfig
-from ..model.anatomy import text_config, text_ids
+from ..model.anatomy import per_model, text_config, text_ids
 from ..model.capture import canary_of, capture_chunk, compute_chunks, is_of_model
-from ..model.identity import fingerprint, per_model
+from ..model.identity import fingerprint
 from ..prompt.pieces import Span
 from ..rotary.base import frequency_regime, scales_by_position
 from ..store import ChunkStore
@@ -117,7 +117,7 @@ __all__ = ["layout_of"]
 PROBE_TOKENS = 4
 
 
-@per_model
+@partial(per_model, encode=Layout.to_json, decode=Layout.of_json)
 def layout_of(model: nn.Module) -> Layout:
     """The layout of a model's KV, found by one short forward and remembered until the fingerprint changes."""
     return capture_chunk(model, text_ids(model, PROBE_TOKENS).tolist(), (), "").layout

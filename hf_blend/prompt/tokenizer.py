@@ -7,6 +7,7 @@ import json
 from typing import Any
 from weakref import WeakKeyDictionary
 
+SAMPLED = 1024  # words of a vocabulary, about: to sort all of it takes as long as a short prompt
 # letters, digits, white space, marks and scripts that tokenizers treat apart
 _PROBE = "The cats' 2026 naïve  test,\n\n\tline — 日本語 🙂 Привет مرحبا <|im_end|> </s> [INST] don't\r\n "
 
@@ -14,7 +15,7 @@ _known: WeakKeyDictionary[Any, tuple[int, str]] = WeakKeyDictionary()
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """A digest of a tokenizer's vocabulary and of its ids of a line of text, without padding and truncation."""
+    """A digest of what tells tokenizers apart: size, a sample of the vocabulary, and the ids of a line of text."""
     if not hasattr(tokenizer, "get_vocab"):
         return ""
     size = len(tokenizer)
@@ -22,8 +23,9 @@ def tokenizer_digest(tokenizer: Any) -> str:
     if cached is not None and cached[0] == size:
         return cached[1]
     made = tokenizer.encode(_PROBE, add_special_tokens=False)
-    vocabulary = sorted(tokenizer.get_vocab().items())
-    content = json.dumps([vocabulary, list(made)])
+    step = max(1, size // SAMPLED)
+    sample = sorted(item for item in tokenizer.get_vocab().items() if item[1] % step == 0)
+    content = json.dumps([size, sample, list(made)])
     digest = hashlib.sha256(content.encode()).hexdigest()[:12]
     _known[tokenizer] = size, digest
     return digest

@@ -63,6 +63,16 @@ class Layout:
     tables: tuple[tuple[int, int, torch.dtype], ...]
     layer_table: tuple[int, ...]
 
+    def to_json(self) -> list[Any]:
+        """Write it as lists; `of_json` reads them."""
+        return [list(map(_forms_to_json, self.layers)), _forms_to_json(self.tables), list(self.layer_table)]
+
+    @classmethod
+    def of_json(cls, rows: list[Any]) -> "Layout":
+        """Read what `to_json` wrote."""
+        layers, tables, layer_table = rows
+        return cls(tuple(map(_forms_of_json, layers)), _forms_of_json(tables), tuple(map(int, layer_table)))
+
 
 class StackedLayers(Sequence[KV]):
     """K and V of layers that are all alike, as two tensors; a layer is a view.
@@ -263,6 +273,14 @@ def is_importance(numbers: Tensor, tokens: int) -> bool:
     """Say whether numbers are one of each token, finite and from 0 on, in float16."""
     is_formed = numbers.dtype == torch.float16 and numbers.shape == (tokens,)
     return is_formed and bool((numbers.isfinite() & (numbers >= 0)).all())
+
+
+def _forms_to_json(forms: Sequence[tuple[int, int, torch.dtype]]) -> list[Any]:
+    return [[first, second, str(dtype).removeprefix("torch.")] for first, second, dtype in forms]
+
+
+def _forms_of_json(rows: Sequence[Any]) -> tuple[tuple[int, int, torch.dtype], ...]:
+    return tuple((int(first), int(second), getattr(torch, name)) for first, second, name in rows)
 
 
 def _form(states: Tensor) -> tuple[int, int, torch.dtype]:

@@ -9,12 +9,15 @@ restart. With `durable`, an object that this process put, and one that it remove
 
 import contextlib
 import errno
+import json
 import os
 import secrets
 import stat
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
@@ -22,6 +25,8 @@ from ...errors import StoreError
 from .base import EntryFault, ObjectStat, Tier, check_name
 
 _MAX_CALL_BYTES = 1 << 30
+_MOST_JSON_BYTES = 1 << 18
+_MOST_JSON_LEVELS = 8
 _NO_WAITING = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NO_TIME = getattr(os, "O_NOATIME", 0)  # reading must not change the time of access, which is that of the last use
 _SUFFIX = ".safetensors"
@@ -100,6 +105,40 @@ def write_atomically(
             os.close(handle)
     if durable:
         sync_directory(path.parent)
+
+
+def read_json(path: Path) -> Any:
+    """Read a small file beside the chunks, which others may have written: regular, bounded, and nested by few levels.
+
+    Raises ValueError with what is wrong, and OSError.
+    """
+    try:
+        source = open_regular(path)
+        with contextlib.closing(source):
+            if source.stat.nbytes > _MOST_JSON_BYTES:
+                raise ValueError(f"it has {source.stat.nbytes} bytes, and at most {_MOST_JSON_BYTES} are read")
+            content = bytearray(source.stat.nbytes)
+            source.read_into(0, memoryview(content))
+        value = json.loads(content)
+        levels = _levels_of(value)
+    except EntryFault as fault:
+        raise ValueError(str(fault)) from None
+    except RecursionError:
+        levels = sys.getrecursionlimit()
+    if levels > _MOST_JSON_LEVELS:
+        raise ValueError(f"it is nested by {levels} levels, and at most {_MOST_JSON_LEVELS} are read")
+    return value
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a small file beside the chunks, which is whole or absent, and which only its owner may read."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_atomically(path, [json.dumps(value, sort_keys=True).encode()], durable=False)
+
+
+def _levels_of(value: Any) -> int:
+    inside = value.values() if isinstance(value, dict) else value
+    return 1 + max(map(_levels_of, inside), default=0) if isinstance(value, dict | list) else 0
 
 
 def sync_directory(path: Path) -> None:
