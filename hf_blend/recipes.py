@@ -7,9 +7,7 @@ many; at no value of it is an answer wrong.
 """
 
 import contextlib
-import json
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,11 +17,10 @@ from . import plugins
 from .config import BlendConfig, default_config
 from .errors import ConfigError
 from .store.tiers.base import EntryFault, as_fault
-from .store.tiers.disk import open_regular
+from .store.tiers.disk import read_json, write_json
 
 logger = logging.getLogger(__name__)
 
-MOST_BYTES = 1 << 16  # of a recipe
 SETTINGS = ("selector", "selector_options", "recompute_ratio", "check_layers")
 
 
@@ -112,24 +109,14 @@ class Recipes:
             logger.warning(
                 "the recipe names a file of Python, and is kept in this process alone. Name it in each call."
             )
-            return
-        if self._folder is None:
-            return
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        temporary = self._folder / f"{fingerprint}.{os.getpid()}.part"
-        temporary.write_text(json.dumps(asdict(recipe), sort_keys=True), "utf-8")
-        temporary.replace(self._folder / f"{fingerprint}.json")
+        elif self._folder is not None:
+            write_json(self._folder / f"{fingerprint}.json", asdict(recipe))
 
 
 def _read(path: Path, layers: int) -> Recipe:
     """The recipe in a file that others may have written, for a model with so many layers; raises EntryFault."""
-    with contextlib.closing(open_regular(path)) as source, as_fault("it"):
-        size = source.stat.nbytes
-        if size > MOST_BYTES:
-            raise ConfigError(f"it has {size} bytes, expected at most {MOST_BYTES}")
-        content = bytearray(size)
-        source.read_into(0, memoryview(content))
-        values = json.loads(content)
+    values = read_json(path)
+    with as_fault("it"):
         recipe = Recipe({**values["settings"]}, str(values["source"]))
         unknown = set(recipe.settings) - set(SETTINGS)
         if unknown:

@@ -11,7 +11,7 @@ import pytest
 from hf_blend import BlendCache, BlendConfig, ChunkStore
 from hf_blend.config import BLIND_SELECTOR
 from hf_blend.model.identity import fingerprint
-from hf_blend.recipes import DEFAULT, Recipe
+from hf_blend.recipes import DEFAULT, Recipe, Recipes
 from tests.asking import PIECES, prefilled
 
 TUNED = Recipe({"selector": "boundary", "recompute_ratio": 0.3}, "tuned on 4 prompts")
@@ -58,6 +58,10 @@ def test_arguments_override_recipe(shared_model, store):
         '{"settings": {"selector": "none such"}, "source": ""}',
         '{"settings": {"selector": "ramp", "selector_options": {"none such": 1}}, "source": ""}',
         '{"settings": {"check_layers": [999]}, "source": ""}',
+        '{"settings": {"selector": ["ramp"]}, "source": ""}',
+        '{"settings": {"recompute_ratio": NaN}, "source": ""}',
+        '{"settings": {"selector_options": ' + "[" * 20 + "]" * 20 + '}, "source": ""}',
+        '{"settings": {}}',
         "[" * 50_000,
         " " * 70_000 + "{}",
     ],
@@ -74,14 +78,35 @@ def test_recipe_that_cannot_be_read_is_left_out_and_named(shared_model, store, t
     assert [record.getMessage().count(path.name) for record in caplog.records] == [1]
 
 
-def test_recipe_that_is_no_file_keeps_nobody_waiting(shared_model, store, tmp_path):
-    model = shared_model()
-    store.recipes.put(fingerprint(model), TUNED)
-    [path] = (tmp_path / "kv" / "recipes").glob("*.json")
+def as_link(path):
+    path.rename(path.with_suffix(".real"))
+    path.symlink_to(path.with_suffix(".real"))
+
+
+def as_pipe(path):
     path.unlink()
     os.mkfifo(path)
-    with ChunkStore.open(tmp_path / "kv") as again:
-        assert BlendCache(model, again).config == BlendConfig()
+
+
+def as_device(path):
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def as_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("replace", [as_link, as_pipe, as_device, as_folder])
+def test_recipe_that_is_no_regular_file_is_left_out_and_named(replace, tmp_path, caplog):
+    Recipes(tmp_path).put("ab" * 32, TUNED)
+    [path] = tmp_path.glob("*.json")
+    assert path.stat().st_mode & 0o077 == 0
+    replace(path)
+    with caplog.at_level(logging.WARNING, "hf_blend"):
+        assert Recipes(tmp_path).get("ab" * 32, 4) is None
+    assert path.name in caplog.text
 
 
 def test_store_in_memory_keeps_recipe_and_one_in_part_asks_no_question(shared_model):

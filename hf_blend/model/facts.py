@@ -18,6 +18,7 @@ import torch
 import transformers
 from torch import nn
 
+from ..store.tiers.base import EntryFault, as_fault
 from ..store.tiers.disk import read_json, write_json
 from ..version import __version__
 from .anatomy import FACTS, found_facts, input_device, set_facts, text_config
@@ -35,12 +36,13 @@ def read_facts(model: nn.Module, store: Path) -> bool:
     path = _path(store, state)
     try:
         content = read_json(path)
-        if content["state"] != state or content["digest"] != _digest(state, content["facts"]):
-            raise ValueError("it is damaged, or of another model")
-        facts = {name: FACTS[name].decode(value) for name, value in content["facts"].items()}
+        with as_fault("it"):
+            if content["state"] != state or content["digest"] != _digest(state, content["facts"]):
+                raise ValueError("it is damaged, or of another model")
+            facts = {name: FACTS[name].decode(value) for name, value in content["facts"].items()}
     except FileNotFoundError:
         return False
-    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+    except (OSError, EntryFault) as error:
         logger.warning("the facts in %s are left out, and the model is tested again: %s", path, error)
         return False
     set_facts(model, facts)

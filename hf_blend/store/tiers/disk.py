@@ -13,7 +13,6 @@ import json
 import os
 import secrets
 import stat
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,10 +21,10 @@ from typing import Any
 from filelock import FileLock
 
 from ...errors import StoreError
-from .base import EntryFault, ObjectStat, Tier, check_name
+from .base import EntryFault, ObjectStat, Tier, as_fault, check_name
 
 _MAX_CALL_BYTES = 1 << 30
-_MOST_JSON_BYTES = 1 << 18
+_MOST_JSON_BYTES = 1 << 16
 _MOST_JSON_LEVELS = 8
 _NO_WAITING = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NO_TIME = getattr(os, "O_NOATIME", 0)  # reading must not change the time of access, which is that of the last use
@@ -110,23 +109,18 @@ def write_atomically(
 def read_json(path: Path) -> Any:
     """Read a small file beside the chunks, which others may have written: regular, bounded, and nested by few levels.
 
-    Raises ValueError with what is wrong, and OSError.
+    Raises EntryFault with what is wrong, and OSError.
     """
-    try:
-        source = open_regular(path)
-        with contextlib.closing(source):
-            if source.stat.nbytes > _MOST_JSON_BYTES:
-                raise ValueError(f"it has {source.stat.nbytes} bytes, and at most {_MOST_JSON_BYTES} are read")
-            content = bytearray(source.stat.nbytes)
-            source.read_into(0, memoryview(content))
+    with contextlib.closing(open_regular(path)) as source, as_fault("it"):
+        size = source.stat.nbytes
+        if size > _MOST_JSON_BYTES:
+            raise ValueError(f"it has {size} bytes, expected at most {_MOST_JSON_BYTES}")
+        content = bytearray(size)
+        source.read_into(0, memoryview(content))
         value = json.loads(content)
         levels = _levels_of(value)
-    except EntryFault as fault:
-        raise ValueError(str(fault)) from None
-    except RecursionError:
-        levels = sys.getrecursionlimit()
-    if levels > _MOST_JSON_LEVELS:
-        raise ValueError(f"it is nested by {levels} levels, and at most {_MOST_JSON_LEVELS} are read")
+        if levels > _MOST_JSON_LEVELS:
+            raise ValueError(f"it is nested by {levels} levels, expected at most {_MOST_JSON_LEVELS}")
     return value
 
 
