@@ -108,6 +108,7 @@ def heal(state: BlendState, tokens: int | None) -> int:
     Tokens that came as embeddings, as an image, or unseen in compiled code have no known ids: these and all behind
     them stay as they are.
     """
+    refuse_other_author(state.author, author_of(state.model), state.kv.length, ASK_AGAIN)  # none is exact for another
     if tokens == 0 or state.inexact_from is None:
         return tokens_left(state)
     _refuse(state)
@@ -131,7 +132,6 @@ def heal(state: BlendState, tokens: int | None) -> int:
 def _refuse(state: BlendState) -> None:
     """Refuse a cache that cannot be made exact."""
     length, info = state.kv.length, state.info
-    refuse_other_author(state.author, author_of(state.model), length, ASK_AGAIN)
     refuse_autocast(state.model, info.layers)
     refuse_extended(state.model)
     info.refuse_tokens(2, length)  # a block continues the states of the tokens before it
