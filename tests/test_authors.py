@@ -62,7 +62,7 @@ def blend_with_prefix(change, tmp_path):
     cache = BlendCache(model, memory(), recompute_ratio=1.0)
     output = generated(model, cache.inputs(None, **PIECES), cache, **STEPS).sequences
     held = cache.get_seq_length()
-    assert cache.heal(0) == 0
+    assert cache.heal() == 0
     with change(model):
         if change is not unchanged:
             with pytest.raises(ConfigError, match="computed by another model"):
