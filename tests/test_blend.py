@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_blend import BlendCache
+from hf_blend import BlendCache, observer
 from hf_blend.errors import UnsupportedModelError
 from hf_blend.model.anatomy import decoder_layers
 from hf_blend.model.calibrate import rotary_styles
@@ -32,6 +32,9 @@ REQUEST = THREE[0]
 def blend(model, *requests, store=None, keep=1, **settings):
     """The last logits of one prefill, and the cache."""
     cache, inputs = prepared(model, *requests, store=store, **{"selector": "kv-deviation", **settings})
+    for request in requests:  # what is in memory is written to several layers at a time
+        cache.store.add(model, None, request["chunks"])
+        cache.store.add(model, None, [request["prefix"]], chunk_prefix_ids=())
     cache.activate_past_recording()  # so that every column can be looked at, also outside a window
     before = inputs["attention_mask"].cumsum(-1) - 1
     places = before.clamp_min(0)
@@ -318,18 +321,35 @@ def test_states_of_another_chunk_are_refused_and_computed_fresh(shared_model, st
 
 
 @pytest.mark.parametrize("selector", ["boundary", "random"])
-def test_selector_that_needs_no_states_chooses_before_first_layer(shared_model, selector):
+@pytest.mark.parametrize("later", [{}, {2: 0.0}])
+def test_selector_that_needs_no_states_chooses_before_first_layer(shared_model, selector, later):
     model = shared_model()
     requests = THREE
-    got, cache = blend(model, *requests, recompute_ratio=0.3, selector=selector)
+    settings = {"check_layers": (CHECK, *later), "layer_ratios": (0.3, *later.values())}
+    got, cache = blend(model, *requests, selector=selector, **settings)
     layers, lies = stale(model, requests)
-    reference = SplicingCache(layers, lies, {-1: 1.0})
+    reference = SplicingCache(layers, lies, {-1: 1.0, **later})
     reference.chosen = torch.zeros_like(lies)
     for row, columns in enumerate(cache.report.chosen_columns):
         tokens = int(lies[row].sum())
         assert len(columns) == math.ceil(0.3 * tokens)
         reference.chosen[row, columns] = True
     expected, _ = full(model, requests, reference)
+    assert_close(got, expected)
+
+
+def test_layer_with_rotary_table_of_its_own_is_written_by_it(tiny_model):
+    model = tiny_model()
+
+    @observer
+    def turn_twice(_, args, given):
+        cos, sin = given["position_embeddings"]
+        return args, {**given, "position_embeddings": (2 * cos * cos - 1, 2 * sin * cos)}
+
+    model.model.layers[CHECK + 2].register_forward_pre_hook(turn_twice, with_kwargs=True)
+    reference = SplicingCache(*stale(model, [REQUEST]), {CHECK: 0.3})
+    expected, _ = full(model, [REQUEST], reference)
+    got, _ = blend(model, REQUEST, recompute_ratio=0.3)
     assert_close(got, expected)
 
 

@@ -108,10 +108,10 @@ def test_known_chunks_come_first_and_others_are_searched_where_asked(planner):
 
 def test_chunk_that_padding_divides_is_computed_and_one_behind_it_is_reused(planner):
     row = (*BOS, 5, *A, *B, *Q)
-    width = len(row) + 2
-    divided = PromptRow(row, len(row), 0, columns=(*range(5), *range(7, width)))
+    width = len(row) + 1
+    divided = PromptRow(row, len(row), 0, columns=(*range(5), *range(6, width)))
     made = planner(A, B).plan([divided], width)
-    assert chunks(made) == [(11, B, 0, 5, False)]
+    assert chunks(made) == [(10, B, 0, 5, False)]
 
 
 def test_drop_makes_tokens_of_chunk_fresh_whatever_else_is_computed(planner):

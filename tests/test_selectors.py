@@ -189,7 +189,7 @@ def test_observer_hides_what_each_mask_hides_and_rows_that_are_left_out():
         assert torch.equal(seen, mask & computed)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox", "gemma2"])
 def test_expected_error_sees_what_stock_attention_of_some_rows_of_question_sees(shared_model, monkeypatch, family):
     model = shared_model(family, "eager")
     first = 58  # three of the last, three of those before at equal distances
