@@ -5,6 +5,8 @@
 import importlib.util
 import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from hf_blend.evaluation.demo.page import Demo, serve
 from hf_blend.evaluation.demo.request import DemoRequest, first_request
 from hf_blend.evaluation.demo.visitors import Limits, Visitors
 
+ROOT = Path(__file__).resolve().parents[1]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 MISSING = [name for name in ("playwright", "gradio") if importlib.util.find_spec(name) is None]
 pytestmark = [
@@ -155,3 +158,16 @@ def test_page_opens_with_question_counts_bars_and_tokens(visit, opened, artefact
     box = seen.page.locator("#hb-question textarea, #hb-question input").first
     expect(box).to_have_value(first_request().question)
     seen.page.screenshot(path=artefacts / f"start-{size['width']}.png", full_page=True)
+
+
+def test_no_page_of_site_is_wider_than_phone(browser, tmp_path):
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install hf-blend[docs]")
+    command = [sys.executable, "-P", "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    page = browser.new_page(viewport=PHONE)
+    widths = {}
+    for path in sorted(tmp_path.glob("*.html")):
+        page.goto(path.as_uri())
+        widths[path.name] = page.evaluate("document.documentElement.scrollWidth")
+    assert len(widths) > 15
+    assert {name: width for name, width in widths.items() if width > PHONE["width"]} == {}

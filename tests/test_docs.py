@@ -179,6 +179,14 @@ def test_site_lists_every_page_builds_and_fetches_nothing(tmp_path):
         assert (tmp_path / page).with_suffix(".html").exists()
 
 
+def test_pages_are_short():
+    words = {path.name: len(read(path).split()) for path in [*DOCS, ARCHITECTURE]}
+    front = len(read(README).split())
+    assert front <= 900
+    assert words["choosing.md"] <= 1000
+    assert front + sum(words.values()) <= 14_000, words
+
+
 def test_reference_has_every_public_word_setting_and_choice():
     page = read(ROOT / "docs" / "reference.md")
     for word in (*hf_blend.__all__, *BlendConfig().to_dict()):

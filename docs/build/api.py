@@ -21,7 +21,6 @@ INNER = {  # methods that the page shows with their arguments
 LISTED = {  # methods and properties that it shows in a line
     "BlendCache": ("inputs", "inputs_from_text", "heal", "save", "load", "crop"),
     "ChunkStore": ("add", "check", "collect", "close"),
-    "SequenceCache": ("remove", "copy", "keep", "shift", "divide", "inputs", "tokens", "positions"),
 }
 WITH_FIELDS = ("BlendConfig",)  # words whose arguments or fields the page says; of the others `help` does
 COMMON = {  # meanings of arguments that the page says once
@@ -36,7 +35,7 @@ Made from docstrings; `help(name)` says more: all arguments, shapes and errors. 
 ERRORS = """## Errors
 
 Each is an `HfBlendError`, also the built-in error in brackets, and its message says what to do:"""
-SKIPPED = ("watch",)  # for our own commands
+SKIPPED = ("realign_ms", "select_ms", "compute_ms", "store_ms", "advice", "sparse", "partial")  # seldom asked for
 
 
 def reference() -> str:
@@ -75,7 +74,7 @@ def _word(name: str) -> str:
 
 
 def _called(word: Any, function: Any) -> list[str]:
-    """How a word is called, what it is for, its arguments or fields, and what comes back."""
+    """How a word is called, what it is for, and its arguments or fields."""
     needed = [
         parameter.name + "=…" * (parameter.kind is parameter.KEYWORD_ONLY)
         for parameter in inspect.signature(function).parameters.values()
@@ -83,12 +82,9 @@ def _called(word: Any, function: Any) -> list[str]:
     ]
     call = f"`{word.__name__}({', '.join(needed)})`: " if needed else ""
     meanings = [*entries(word, "Attributes")] or [*entries(function, "Args")]
-    lines = _list({name: meaning for name, meaning in meanings if COMMON.get(name) != meaning and name not in SKIPPED})
-    if inspect.isclass(word) or word.__name__ in hf_blend.__all__:
-        lines = lines if word.__name__ in WITH_FIELDS else []
-    for section in ("Returns", "Yields"):
-        back = " ".join(f"{name}: {meaning}".rstrip(": ") for name, meaning in entries(function, section))
-        lines += [f"* {section}: {back}"] if len(back.split()) > 3 else []  # less says nothing
+    lines = _list({name: meaning for name, meaning in meanings if COMMON.get(name) != meaning})
+    if word.__name__ in hf_blend.__all__ and word.__name__ not in WITH_FIELDS:
+        lines = []
     return [f"{call}{summary(word)}\n", *lines, *[""] * bool(lines)]
 
 
@@ -100,7 +96,7 @@ def _report() -> str:
     from hf_blend.prefill.report import BlendReport
 
     figures = {name: meaning for name, meaning in entries(BlendReport, "Attributes") if name not in SKIPPED}
-    figures |= {name: summary(getattr(BlendReport, name)) for name in ("flops", "charged_budget", "flop_bound")}
+    figures |= {name: summary(getattr(BlendReport, name)) for name in ("charged_budget", "flop_bound")}
     return "\n".join([*_list(figures), ""])
 
 

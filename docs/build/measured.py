@@ -260,28 +260,6 @@ SECTIONS = (
         "On a GPU growing a `DynamicCache` costs less.",
     ),
     Section(
-        "Decoding from K and V beyond the device",
-        "offload",
-        lambda found: (
-            "With three quarters of K and V on disk decoding has "
-            f"{_first(found, context=16384, cache='kv_device_map')['vs_device']:.2f} of its speed at 16,384 tokens. "
-            "The text is the same."
-        ),
-        lambda found: f"`benchmarks/bench.py offload`{_of_shape(found)}.",
-    ),
-    Section(
-        "Looking at fewer blocks while decoding",
-        "sparse_decode",
-        lambda found: (
-            "With a quarter of the blocks decoding is "
-            f"{_first(found, context=32768, way='0.25 locked')['vs_dense']:.2f} times as fast at 32,768 tokens, and "
-            f"{_first(found, context=4096, way='0.25 locked')['vs_dense']:.2f} times at 4,096, if the selection is "
-            "held over steps. Selecting again in every step costs most of it."
-        ),
-        lambda found: f"`benchmarks/bench.py sparse-decode`{_of_shape(found)}.",
-        "Not measured: text; random K and V are attended to evenly.",
-    ),
-    Section(
         "Less of K and V, on a real model",
         "real_decoding",
         _less,
@@ -310,32 +288,6 @@ SECTIONS = (
             "perplexity behind the window."
         ),
         "Not measured: texts beyond the trained length.",
-    ),
-    Section(
-        "The loading controller",
-        "pipeline",
-        lambda found: (
-            f"It comes within {_share(max(row['vs_best'] for row in found['rows']) - 1)} of the best of "
-            f"{len(found['plans']) // len(found['rows'])} fixed plans by the fastest rounds, within "
-            f"{_share(max(row['median_vs_best'] for row in found['rows']) - 1)} by medians."
-        ),
-        lambda found: (
-            f"`benchmarks/bench.py pipeline`: {found['shape']}, layers and tiers that sleep for what they would take."
-        ),
-    ),
-    Section(
-        "Hybrid models",
-        "hybrids",
-        lambda found: (
-            "With convolutions or recurrences the first token comes "
-            + " and ".join(f"{row['speedup']:.1f} times ({row['shape']})" for row in found["rows"])
-            + " as fast: their scan runs over all tokens."
-        ),
-        lambda found: (
-            f"`benchmarks/bench.py hybrids`: {found['chunks']} chunks of {found['chunk_tokens']} tokens, "
-            f"{_share(found['ratio'])} recomputed."
-        ),
-        "Not measured: fused kernels, beside which copies weigh more.",
     ),
 )
 

@@ -123,7 +123,7 @@ def _scored(document: dict[str, Any]) -> list[str]:
     }
     tasks = list(dict.fromkeys((task, row["n"]) for (task, name), row in rows.items() if name == "none"))
     full = " | ".join(f"0 | {rows[task, 'none']['full_score']:.2f}" for task, _ in tasks)
-    lines = _head("selector | charged", (f"{task}, n = {n} | its score" for task, n in tasks))
+    lines = _head("selector | cost", (f"{task}, n = {n} | its score" for task, n in tasks))
     lines.append(f"| full prefill | 100 % | {full} |")
     for name in ("boundary", "kv-deviation", "random", "none"):
         own = [rows[task, name] for task, _ in tasks]
@@ -140,7 +140,7 @@ def _answers(document: dict[str, Any]) -> list[str]:
     models = {row["model"]: row["n"] for row in document["rows"]}
     by_method = {(row["model"], row["method"]): row for row in document["rows"]}
     titles = [f"{MODELS.get(model, model)}, n = {n}" for model, n in models.items()]
-    lines = [f"| chunks, selector | charged | {' | '.join(titles)} |", "|---" * (2 + len(models)) + "|"]
+    lines = [f"| chunks, selector | cost | {' | '.join(titles)} |", "|---" * (2 + len(models)) + "|"]
     for name, method in ANSWERED.items():
         rows = [by_method.get((model, method)) for model in models]
         charged = next(row["charged"] for row in rows if row)
