@@ -15,11 +15,10 @@ import hf_blend
 
 ROOT = Path(__file__).resolve().parents[2]
 INNER = {  # methods that the page shows with their arguments
-    "BlendCache": ("inputs_from_messages",),
     "ChunkStore": ("open",),
 }
 LISTED = {  # methods and properties that it shows in a line
-    "BlendCache": ("inputs", "inputs_from_text", "heal", "save", "load", "crop"),
+    "BlendCache": ("inputs_from_messages", "inputs_from_text", "inputs", "heal", "save", "load", "crop"),
     "ChunkStore": ("add", "check", "collect", "close"),
 }
 WITH_FIELDS = ("BlendConfig",)  # words whose arguments or fields the page says; of the others `help` does
@@ -35,7 +34,7 @@ Made from docstrings; `help(name)` says more: all arguments, shapes and errors. 
 ERRORS = """## Errors
 
 Each is an `HfBlendError`, also the built-in error in brackets, and its message says what to do:"""
-SKIPPED = ("realign_ms", "select_ms", "compute_ms", "store_ms", "advice", "sparse", "partial")  # seldom asked for
+SKIPPED = ("realign_ms", "select_ms", "compute_ms", "store_ms", "advice", "sparse", "partial", "loaded_chunks", "notice")  # seldom asked for
 
 
 def reference() -> str:
