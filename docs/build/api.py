@@ -34,7 +34,11 @@ Made from docstrings; `help(name)` says more: all arguments, shapes and errors. 
 ERRORS = """## Errors
 
 Each is an `HfBlendError`, also the built-in error in brackets, and its message says what to do:"""
-SKIPPED = ("realign_ms", "select_ms", "compute_ms", "store_ms", "advice", "sparse", "partial", "loaded_chunks", "notice")  # seldom asked for
+# Seldom asked for
+SKIPPED = (
+    *("realign_ms", "select_ms", "compute_ms", "store_ms"),
+    *("advice", "sparse", "partial", "loaded_chunks", "notice"),
+)
 
 
 def reference() -> str:
