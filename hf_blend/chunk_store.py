@@ -47,7 +47,7 @@ class ChunkStore(Store):
         """Open a store, making it if it does not exist.
 
         Args:
-            location: a directory; "memory://"; a URL such as "s3://bucket/folder" or "redis://host"; None is
+            location: a directory; "memory://"; a URL of fsspec, such as "s3://bucket/folder"; None is
                 `$HF_BLEND_HOME`, else the assets folder of the Hugging Face cache.
             memory_bytes: cap of the memory tier; None is a quarter of what is available. From a full tier what was
                 used least recently leaves.

