@@ -3,6 +3,7 @@
 """Ask a question over documents, and see what was retrieved."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,6 +33,9 @@ Documents = Annotated[
 Controller = Annotated[
     bool, typer.Option("--controller", help="Measure, and compute a chunk where that is faster than loading it.")
 ]
+Reorder = Annotated[
+    bool, typer.Option("--reorder", help="Store what was healed, and put first what continues what is stored so.")
+]
 Compare = Annotated[bool, typer.Option("--compare", help="Beside blending, also full prefill and full reuse.")]
 Rounds = Annotated[int, typer.Option(min=1, help="With --compare: times each method is timed; the median counts.")]
 Tokens = Annotated[bool, typer.Option("--tokens", help="With --compare: show which tokens were recomputed.")]
@@ -47,6 +51,7 @@ def ask(
     selector: options.Selector = None,
     partial: options.Partial = None,
     controller: Controller = False,
+    reorder: Reorder = False,
     compare: Compare = False,
     rounds: Rounds = 1,
     tokens: Tokens = False,
@@ -82,6 +87,8 @@ def ask(
     if (rounds > 1 or tokens) and not compare:
         option = "--tokens" if tokens else f"--rounds {rounds}"
         raise ConfigError(f"got {option} without --compare. Methods are timed, and tokens shown, only with it.")
+    if reorder and partial is not None:
+        raise ConfigError(f"got --reorder with --partial {partial}. Chunks that are loaded in part have no chains.")
     corpus = read_for(question, documents or [])
     source = bundled.open_model(model, device, dtype)
     printer = _Printer(json, compare, tokens, names_questions=question is None)
@@ -91,7 +98,7 @@ def ask(
         if question is None:
             for page in bundled.handbook_questions():
                 request = build_request(source.tokenizer, page["chunks"], page["question"], system)
-                prompts.append(asking.Question(page["question"], request))
+                prompts.append(asking.Question(page["question"], request, documents=tuple(page["chunks"])))
         else:
             retriever = Retriever(split(corpus, source, chunk_tokens), top_k)
             prompts.append(asking.prepare(source, retriever, question.strip(), system, max_new_tokens))
@@ -100,6 +107,9 @@ def ask(
         # Read the weights, and choose how to blend
         pipeline = asking.Pipeline(load(source, opened), source.tokenizer, opened)
         config = choose_config(pipeline, selector, ratio, allow_unverified)
+        if reorder:
+            config = replace(config, chains=True)
+            prompts = [pipeline.reordered(prompt, system) for prompt in prompts]
         if controller:
             opened.controller = LoadingController(pipeline.model, opened, config)
 
@@ -123,6 +133,8 @@ def ask(
                 with slow(step.format("timing and comparing the methods")):
                     pipeline.time_again(prompt, replies, rounds)
                     pipeline.diverge(prompt, replies)
+            if reorder and (cache := replies[-1].answer.cache):
+                cache.heal()
         printer.summarise(opened, corpus.rows())
 
 

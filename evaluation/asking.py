@@ -206,6 +206,12 @@ class Pipeline:
             tokens.append((self.tokenizer.decode([token]), column in chosen))
         return Reply(method, row, tokens, answer)
 
+    def reordered(self, question: Question, system: str | None) -> Question:
+        """The same question, with documents first that continue the longest chain of the store."""
+        texts = self.store.order(self.model, self.tokenizer, question.documents)
+        request = build_request(self.tokenizer, texts, question.name, system)
+        return replace(question, request=request, documents=tuple(texts))
+
     def time_again(self, question: Question, replies: Sequence[Reply], rounds: int) -> None:
         """Measure the first token of methods in turns; the median counts, of these and of the time that is there."""
         for reply in replies:

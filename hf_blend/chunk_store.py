@@ -132,6 +132,29 @@ class ChunkStore(Store):
 
         return self.longest_prefix(fingerprint) or bos_prefix(model)
 
+    def order(self, model: nn.Module, tokenizer: Any, documents: Sequence[Any]) -> list[Any]:
+        """Put documents first that continue the longest stored chain; the others stay in their order behind them.
+
+        Chains are stored by `BlendCache.heal` with `chains=True`. A model may answer otherwise where its documents are
+        in another order.
+
+        Args:
+            model: a causal language model of transformers.
+            tokenizer: the model's.
+            documents: as for `BlendCache.inputs`, the best first.
+
+        Returns:
+            The same documents.
+
+        Raises:
+            PromptError: `documents` is not a list, or a document is empty.
+        """
+        from .model.identity import fingerprint
+        from .prompt.pieces import tokenize_chunks
+
+        ids = tokenize_chunks(tokenizer, documents)
+        return [documents[number] for number in self.order_of(fingerprint(model), ids)]
+
     def add(
         self,
         model: nn.Module,

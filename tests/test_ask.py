@@ -55,6 +55,13 @@ def first(store):
     return ask(store)
 
 
+def test_reorder_loads_what_was_healed_as_exact(tmp_path, small_smollm2):
+    first, second = (ask(tmp_path, "--reorder")["rows"][0] for _ in range(2))
+    assert first["recomputed_tokens"] > 0
+    assert second["recomputed_tokens"] == 0
+    assert second["reused_tokens"] > first["reused_tokens"]
+
+
 @pytest.fixture
 def two_questions(monkeypatch):
     questions = handbook_questions()[:2]

@@ -5,12 +5,17 @@
 The oracle is stock transformers: a plain forward of the prompt.
 """
 
+from itertools import permutations
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.model.identity import fingerprint
-from hf_blend.store.chunk import CHAIN
+from hf_blend.store.chunk import CHAIN, ChunkKey
+from hf_blend.store.order import longest_chain
 from tests.asking import generated, memory
 from tests.conftest import random_ids, shared_tiny_model
 from tests.test_edits import LOGITS, off, stock
@@ -143,3 +148,35 @@ def test_link_that_is_gone_or_damaged_is_computed(tmp_path):
         cache, _, logits = asked(model, store, A, B, chains=True, recompute_ratio=1.0)
         assert cache.report.exact_tokens == 6
         assert off(logits, expected) < 1e-5
+
+
+DOCUMENTS = [[100 * number + place for place in range(30 + number)] for number in range(4)]
+
+
+@given(st.lists(st.permutations(range(4)).map(lambda order: order[:3]), max_size=4), st.booleans())
+def test_longest_chain_is_that_of_all_orders(stored, has_prefix):
+    """Every prefix of a stored order is a chain; seams between documents are tokens of the links."""
+    keys = set()
+    for order in stored:
+        ids = (7, 7) if has_prefix else ()
+        for number in order:
+            link = (9, *DOCUMENTS[number][1:])
+            keys.add(ChunkKey("model", ids, link))
+            ids += link
+    chains = {tuple(order[:count]) for order in stored for count in range(4)} | {()}
+    possible = [order for count in range(4) for order in permutations(range(4), count) if order in chains]
+    most = max(sum(len(DOCUMENTS[number]) for number in order) for order in possible)
+    found = longest_chain(sorted(keys, key=repr), DOCUMENTS)
+    assert tuple(found) in chains
+    assert sum(len(DOCUMENTS[number]) for number in found) == most
+
+
+def test_order_puts_longest_chain_first(chained):
+    model, store = chained
+    assert store.order(model, None, [C, B, A]) == [A, B, C]
+    assert store.order(model, None, [C, B]) == [C, B]
+    cache, *_ = asked(model, store, *store.order(model, None, [B, C, A]), **ONLY_STORED)
+    assert cache.report.exact_tokens == 86
+    asked(model, store, B, C, A)[0].heal()
+    assert store.order(model, None, [A, B, C]) == [B, C, A]
+    assert memory().order(model, None, [C, B]) == [C, B]

@@ -357,6 +357,13 @@ class ChunkIndex:
                     groups[key.fingerprint, key.chunk_prefix_ids] = digests
         return groups
 
+    def links(self, fingerprint: str) -> list[ChunkKey]:
+        """List the links of a model's chains, as far as is known."""
+        with self._lock:
+            rows = self._rows[self._is_there & (self._rows["flags"] & _CHAIN > 0)]
+            keys = [self._key(row) for row in rows]
+        return [key for key in keys if key is not None and key.fingerprint == fingerprint + CHAIN]
+
     def find(
         self,
         fingerprint: str,

@@ -22,6 +22,7 @@ from .entry import EntryFormat, PackedChunk, hash_namespace, read_key
 from .index import ChunkIndex, Listed, logged_bytes
 from .memory import MemoryCache, StoreStats
 from .opening import Limits
+from .order import longest_chain
 from .stream import LayerReader, StreamReader
 from .tiers.base import BytesSource, EntryFault, Source, Tier
 from .tiers.disk import DiskTier
@@ -324,6 +325,12 @@ class Store:
         self._list()
         prefixes = [prefix for name, prefix in self.index.groups() if name == fingerprint]
         return max(prefixes, key=lambda ids: (len(ids), ids), default=())
+
+    def order_of(self, fingerprint: str, documents: Sequence[Sequence[int]]) -> list[int]:
+        """Give the numbers of documents, by their ids, in the order that continues a model's longest chain."""
+        self._list()
+        first = longest_chain(self.index.links(fingerprint), documents)
+        return [*first, *(number for number in range(len(documents)) if number not in first)]
 
     def known(self, fingerprint: str) -> tuple[int, int]:
         """Count the chunks of a model that are known, and those of all models, in the store's namespace."""
