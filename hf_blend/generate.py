@@ -5,8 +5,7 @@
     store.add(model, tokenizer, documents)
     model.generate(**tokenizer(prompt, return_tensors="pt"), custom_generate=blended(store), max_new_tokens=64)
 
-`blended(store, sparse=0.25)` also decodes over a quarter of the blocks of the context (`hf_blend.sparse`), and with
-`kv_device_map="disk"` beside it the other blocks are not on the device.
+`blended(store, sparse=0.25)` also decodes over a quarter of the blocks of the context (`hf_blend.sparse`).
 
 Greedy search, sampling and beam search run as without it. transformers does not hand a streamer or an assistant to a
 callable: for those make a `BlendCache` and pass it to `generate` itself.
@@ -93,5 +92,5 @@ def blended(
     merged = BlendConfig.from_dict({**config.to_dict(), **settings})
     chosen = None
     if sparse is not None:
-        chosen = plugins.extension("sparse.config").parsed(sparse, is_away=merged.kv_device_map is not None)
+        chosen = plugins.extension("sparse.config").parsed(sparse)
     return Blended(store, merged, chosen)

@@ -231,7 +231,7 @@ def test_away_layer_is_refused_in_forked_process(monkeypatch):
     layer = AwayLayer(states, states, torch.device("cpu"), None)
     layer.append(states, states)
     monkeypatch.setattr(os, "getpid", lambda: -1)
-    for call in (lambda: layer.append(states, states), lambda: layer.read(0, 8), lambda: layer.bring(8)):
+    for call in (lambda: layer.append(states, states), lambda: layer.bring(8)):
         with pytest.raises(OffloadError, match="forked process"):
             call()
 

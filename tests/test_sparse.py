@@ -295,6 +295,12 @@ def test_draft_of_another_vocabulary_is_refused_by_name(model):
         sparsely(model, draft=tiny_model("llama", vocab_size=size + 1025))
 
 
+def test_sparse_decoding_refuses_kv_beyond_device(model):
+    cache = BlendCache(model, ChunkStore.open("memory://"), kv_device_map="cpu")
+    with pytest.raises(ConfigError, match="kv_device_map"), sparse_decoding(model, cache):
+        pass
+
+
 @pytest.mark.parametrize("kind", ["falcon", "jetmoe"])  # in its own code; of keys that it repeats itself
 def test_sparse_decoding_refuses_attention_that_no_function_can_take(kind):
     with pytest.raises(UnsupportedModelError, match=rf"(?i)layer 0 of {kind}.*code of its own.*that it repeats"):

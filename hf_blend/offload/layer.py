@@ -54,8 +54,6 @@ class OffloadedLayer(MadeStates, BlendLayer):
         self.away_tokens = 0  # so many of the first tokens are in the memory
         self._recent: Pair | None = None
         self._opened: Pair | None = None  # `[rows, batch, kv_heads, head_dim]`
-        self.sees_blocks = False  # the step that runs looks at some blocks only, and its attention knows
-        self.observer: Callable[[Tensor], None] | None = None  # is given all K, on the device, before they go away
         super().__init__()
 
     @property
@@ -113,34 +111,7 @@ class OffloadedLayer(MadeStates, BlendLayer):
             return
         self._opened = None
         self._buffers = None
-        if self.observer is not None:
-            self.observer(as_states(keys))
         self._append(keys[self._stored_tokens :], values[self._stored_tokens :])
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Pair:
-        """See `BlendLayer.update`; in a step that attends to some blocks only, nothing is copied to the device."""
-        if not (self.sees_blocks and self.is_away):
-            return super().update(key_states, value_states, *args, **kwargs)
-        self._append(key_states.permute(2, 0, 1, 3), value_states.permute(2, 0, 1, 3))
-        # NaN in the shape of all tokens: the attention takes the blocks instead
-        hidden = key_states.new_full((1, 1, 1, 1), float("nan"))
-        batch, heads = key_states.shape[:2]
-        keys = hidden.expand(batch, heads, self.length, key_states.shape[3])
-        return keys, hidden.expand(batch, heads, self.length, value_states.shape[3])
-
-    def read(self, start: int, end: int) -> Pair:
-        """K and V of some tokens of a layer that is away, on the device, `[batch, kv_heads, tokens, head_dim]`."""
-        if start == end:
-            keys, values = self._like()
-            return keys[:, :, :0], values[:, :, :0]
-        parts = []
-        if start < min(end, self.away_tokens):
-            parts.append(self.there.read(start, min(end, self.away_tokens)))
-        if end > self.away_tokens and self._recent is not None:
-            recent = slice(max(start - self.away_tokens, 0), end - self.away_tokens)
-            parts.append((self._recent[0][recent], self._recent[1][recent]))
-        keys, values = (torch.cat(some) for some in zip(*parts, strict=True))
-        return as_states(keys), as_states(values)
 
     def restore(self, snapshot: Any) -> None:
         """Forget the tokens that came since a snapshot, also in the middle of a forward."""
@@ -222,6 +193,6 @@ class OffloadedLayer(MadeStates, BlendLayer):
         return as_states(keys[: self.length]), as_states(values[: self.length])
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state of a copy, whose memory is copied too: without what a forward has opened, and without observer."""
+        """The state of a copy, whose memory is copied too: without what a forward has opened."""
         length = self.length if self._buffers is not None else self._stored_tokens
-        return {**vars(self), "length": length, "_opened": None, "observer": None, "sees_blocks": False}
+        return {**vars(self), "length": length, "_opened": None}

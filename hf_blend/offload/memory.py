@@ -112,10 +112,6 @@ class KVMemory:
         self._read_ahead(index)
         return brought
 
-    def release(self) -> None:
-        """Drop the layer that was read ahead; called where the next step uses blocks, not whole layers."""
-        self._forget_ahead()
-
     def _take_ahead(self, index: int, tokens: int) -> Pair | None:
         """What was read ahead, if it is of this layer."""
         if self._ahead is None or self._ahead[0] != index or self._ahead[1] < tokens:

@@ -56,12 +56,6 @@ class AwayLayer:
         """Keep only the first tokens."""
         self.tokens = min(self.tokens, tokens)
 
-    def read(self, start: int, end: int) -> Pair:
-        """K and V of some tokens on the device, `[tokens, batch, kv_heads, head_dim]`."""
-        self._check_process()
-        keys, values = (pool[start:end].to(self.like[0].device) for pool in self._pools)
-        return keys, values
-
     def bring(self, rows: int) -> Pair:
         """K and V on the device, `[rows, batch, kv_heads, head_dim]`; what is behind the tokens is undefined."""
         self._check_process()

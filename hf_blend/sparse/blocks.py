@@ -37,11 +37,6 @@ class BlockedLayer:
         self._copied_tokens = 0  # of the context, up to which the copy has the tail
         layer.unchanged_tokens = 0
 
-    @property
-    def is_away(self) -> bool:
-        """Whether blocks have to be copied to the device."""
-        return False
-
     def begin(self) -> None:
         """Begin a sparse step: drop what the cache has changed since the last one."""
         unchanged = self._layer.unchanged_tokens
@@ -52,16 +47,6 @@ class BlockedLayer:
     def settle(self) -> None:
         """End a step: the layer counts changes from now on."""
         self._layer.unchanged_tokens = self._layer.length
-
-    def release(self) -> None:
-        """The next step attends to everything."""
-
-    def close(self) -> None:
-        """End the session."""
-
-    def whole(self) -> KV:
-        """K and V of all tokens, `[batch, kv_heads, tokens, head_dim]`."""
-        return self._layer.keys, self._layer.values
 
     def complete(self, past: int) -> int:
         """How many blocks are complete before the new tokens."""
@@ -100,9 +85,8 @@ class BlockedLayer:
             copy = self._gathered(selection, used + ROOM_TOKENS)
             start = selection.tail
         # Append the tail's tokens
-        keys, values = self._read(start, total)
-        copy[0][:, :, fixed + start - selection.tail : used] = keys
-        copy[1][:, :, fixed + start - selection.tail : used] = values
+        copy[0][:, :, fixed + start - selection.tail : used] = self._layer.keys[:, :, start:total]
+        copy[1][:, :, fixed + start - selection.tail : used] = self._layer.values[:, :, start:total]
         self._copy = copy
         self._copied = selection
         self._copied_tokens = total
@@ -110,8 +94,8 @@ class BlockedLayer:
 
     def _gathered(self, selection: Selection, capacity: int) -> KV:
         """Buffers that begin with the selected blocks."""
-        keys, values = self.whole()
-        return self._buffer(keys, selection, capacity), self._buffer(values, selection, capacity)
+        keys = self._buffer(self._layer.keys, selection, capacity)
+        return keys, self._buffer(self._layer.values, selection, capacity)
 
     def _buffer(self, states: Tensor, selection: Selection, capacity: int) -> Tensor:
         batch, heads, tokens, width = states.shape
@@ -125,21 +109,12 @@ class BlockedLayer:
             torch.index_select(whole, 1, blocks[row], out=chosen)
         return buffer
 
-    def _read(self, start: int, end: int) -> KV:
-        """K and V of some tokens."""
-        return self._layer.keys[:, :, start:end], self._layer.values[:, :, start:end]
-
-    def _represent(self, count: int, keys: Tensor | None = None) -> Tensor:
-        """The representations of the first blocks; those of new or changed blocks are computed.
-
-        Of keys `[batch, kv_heads, tokens, head_dim]`, which are read where they are not given.
-        """
+    def _represent(self, count: int) -> Tensor:
+        """The representations of the first blocks; those of new or changed blocks are computed."""
         known = self._represented
         first = 0 if known is None else known.shape[2]
         if known is None or first < count:
-            start = first * self._size
-            end = count * self._size
-            keys = self._read(start, end)[0] if keys is None else keys[:, :, start:end]
+            keys = self._layer.keys[:, :, first * self._size : count * self._size]
             blocks = keys.unflatten(2, (count - first, self._size))
             if first == 0:
                 self._prepared = self._method.prepare(blocks)

@@ -11,7 +11,6 @@ from ..errors import ConfigError, suggest
 
 MOST_STEP_TOKENS = 64  # a forward with more new tokens is a prefill, and sees everything
 AUTO_TOKENS = 16384  # the shortest context where a quarter of the blocks was clearly faster with every shape measured
-AUTO_AWAY_TOKENS = 4096  # the same with K and V that are not on the device
 
 
 @dataclass(frozen=True)
@@ -41,17 +40,14 @@ class SparseConfig:
                 raise ConfigError(f"{name} is {value!r}, expected a whole number from {least} on.")
 
 
-def parsed(sparse: float | str | Mapping[str, Any] | SparseConfig, is_away: bool = False) -> SparseConfig:
-    """Make a config of what `blended(sparse=...)` takes: a share, settings by name, or "auto".
-
-    `is_away`: K and V are not on the device, so that "auto" begins with shorter contexts.
-    """
+def parsed(sparse: float | str | Mapping[str, Any] | SparseConfig) -> SparseConfig:
+    """Make a config of what `blended(sparse=...)` takes: a share, settings by name, or "auto"."""
     if isinstance(sparse, SparseConfig):
         return sparse
     if isinstance(sparse, str):
         if sparse != "auto":
             raise ConfigError(f'sparse is {sparse!r}, expected "auto", a share such as 0.25, or settings by name.')
-        return SparseConfig(min_tokens=AUTO_AWAY_TOKENS if is_away else AUTO_TOKENS)
+        return SparseConfig(min_tokens=AUTO_TOKENS)
     settings = sparse if isinstance(sparse, Mapping) else {"share": sparse}
     config: SparseConfig = from_settings(SparseConfig, settings, "sparse")
     return config

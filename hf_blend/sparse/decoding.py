@@ -50,13 +50,19 @@ def sparse_decoding(
         The session: its `metrics` count locks, steps and rounds.
 
     Raises:
-        ConfigError: a setting is refused, the cache is for another model, or the draft has another vocabulary.
+        ConfigError: a setting is refused, the cache is for another model or has a kv_device_map, or the draft has
+            another vocabulary.
         UnsupportedModelError: no layer of the model attends to its whole context, or an indexer chooses already.
     """
     if cache.model is not model:
         raise ConfigError(
             f"the cache was made for another {type(cache.model).__name__} than this {type(model).__name__}. Pass the "
             "model that it was made for."
+        )
+    if cache.kv_memory is not None:
+        raise ConfigError(
+            "sparse decoding was asked of a cache with a kv_device_map, but K and V are expected on the device that "
+            "computes them. Leave one of them out."
         )
     if draft is not None:
         _check_draft(model, draft)
@@ -176,12 +182,6 @@ class SparseHooks:
         if kwargs.get("position_bias") is None and kwargs.get("sliding_window") is None:
             name = module.config._attn_implementation
             selected = self._session.select_kv(index, query, key, value, mask, name)
-        if selected is None and key.shape[2] > 1 and key.stride(2) == 0:
-            raise UnsupportedModelError(
-                f"layer {index} of this model attends with a bias or to the K and V of another layer, expected plain "
-                "attention to its own: these were not brought to the device. Leave kv_device_map out, or decode "
-                "without sparse."
-            )
         if selected is not None:
             key, value, mask = selected
         return stock(module, query, key, value, mask, scaling=scaling, **kwargs)

@@ -46,7 +46,7 @@ class Selection:
 
 @dataclass
 class SparseMetrics:
-    """Counts of one session: of its locks, then of its steps and rounds, then of blocks that were loaded."""
+    """Counts of one session: of its locks, then of its steps and rounds."""
 
     locks: int = 0
     unlocks: int = 0
@@ -58,8 +58,6 @@ class SparseMetrics:
     proposed: int = 0
     accepted: int = 0
     dense_steps: int = 0
-    loaded_blocks: int = 0
-    loaded_bytes: int = 0
 
 
 class SelectionLock:

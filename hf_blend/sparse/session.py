@@ -18,8 +18,6 @@ from torch import Tensor
 from .. import plugins
 from ..cache.blend_cache import BlendCache
 from ..cache.layers import BlendLayer
-from ..offload.layer import OffloadedLayer
-from .away import AwayBlocks
 from .blocks import BlockedLayer
 from .config import MOST_STEP_TOKENS, SparseConfig
 from .lock import Selection, SelectionLock, SparseMetrics
@@ -46,13 +44,9 @@ class SparseSession:
         method = plugins.load("sparse.methods", config.method)(config.method_options)
         self.layers: dict[int, _Layer] = {}
         for index, layer in enumerate(cache.layers):
-            if isinstance(layer, OffloadedLayer):
-                blocks: BlockedLayer = AwayBlocks(layer, config, method, self.metrics)
-            elif isinstance(layer, BlendLayer) and not layer.is_sliding:
+            if isinstance(layer, BlendLayer) and not layer.is_sliding:
                 blocks = BlockedLayer(layer, config, method)
-            else:
-                continue
-            self.layers[index] = _Layer(layer, blocks, SelectionLock(config, self.metrics))
+                self.layers[index] = _Layer(layer, blocks, SelectionLock(config, self.metrics))
         self.thread: int | None = None  # that generates
         self._past = 0  # tokens before the forward that runs, or before the round whose outcome is not known yet
         self._rows = 0  # its new tokens
@@ -78,7 +72,6 @@ class SparseSession:
         if is_off:
             for layer in self.layers.values():
                 layer.lock.unlock()
-                layer.blocks.release()
             return False
         self._past = past
         self._rows = tokens
@@ -97,10 +90,8 @@ class SparseSession:
             self.metrics.rounds += 1
 
     def close(self) -> None:
-        """End the session, and count the outcome of the last round."""
+        """Count the outcome of the last round."""
         self.settle_speculation()
-        for layer in self.layers.values():
-            layer.blocks.close()
 
     def settle_speculation(self) -> None:
         """Keep or drop the selections, by how many tokens of the last round the cache has accepted."""
@@ -141,7 +132,7 @@ class SparseSession:
                 columns = selection.columns(total, self.config.block_tokens)
                 return keys, values, cut_mask(mask, columns, query, total, name)
             self.metrics.dense_steps += 1
-        return (*layer.blocks.whole(), mask) if layer.blocks.is_away else None
+        return None
 
     def _selection(self, layer: _Layer, query: Tensor, past: int) -> Selection | None:
         """What a forward attends to; None in a round before which nothing was selected."""
