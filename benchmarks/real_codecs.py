@@ -30,7 +30,7 @@ from hf_blend.evaluation.bundled import load_model
 from hf_blend.evaluation.summary import interval
 from hf_blend.version import __version__
 
-CODECS = ("raw", "bf16", "int8", "int4")
+CODECS = ("raw", "int8")
 WAYS = {"full reuse": BlendConfig(selector="none", recompute_ratio=0.0), "default": BlendConfig()}
 STEPS = 10
 

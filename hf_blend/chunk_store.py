@@ -58,8 +58,7 @@ class ChunkStore(Store):
             namespace: keeps tenants apart: no chunk is seen from another one.
             durability: "full" makes a stored chunk survive a power loss; "none" is for scratch. Neither ever gives
                 wrong KV.
-            codec: "raw" keeps K and V bit for bit; "bf16" takes half the bytes of float32, "int8" half of bfloat16,
-                "int4" less than a third. All are read.
+            codec: "raw" keeps K and V bit for bit; "int8" takes half the bytes of bfloat16. Both are read.
             partial: share of the chunks' blocks that a request loads, chosen by its question, or a mapping of
                 settings, see docs/holding_less.md; None loads chunks whole.
 

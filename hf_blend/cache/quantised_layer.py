@@ -5,7 +5,7 @@
 KIVI (https://arxiv.org/abs/2402.02750), section 3: keys have a few large channels and are scaled by channel, over
 groups of tokens; values have none and are scaled by token; the last tokens stay as they are.
 Differs: 8 bits, symmetric, so that no entry is off by more than 1/254 of the largest of its group, and half a rounding
-of the dtype; or 4 bits with a least value for each group, as with the codec int4. Every forward attends to its tokens
+of the dtype; or 4 bits with a least value for each group. Every forward attends to its tokens
 unrounded.
 
 Tokens are packed once, in groups of 32. Where a crop cuts a group, what is left of it is unpacked, and is packed again
@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..store import nibbles
 from .layers import BlendLayer, Columns, MadeStates, Pair
 
 GROUP_TOKENS = 32  # share a scale per channel of K
+GROUP_CHANNELS = 32  # of V in 4 bits share a scale, where so many divide the width
+STEPS = 15  # of 4 bits
 LARGEST = 127
 BY_GROUP = ("k.scale", "k.least")  # have a column for each group; the other parts for each token
 
@@ -50,8 +51,8 @@ def pack(bits: int, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
             f"kv_bits=4 came with heads of width {keys.shape[3]} and {values.shape[3]}, but two values share a byte, "
             "so an even width is expected. Use kv_bits=8."
         )
-    k_bytes, k_scale, k_least = nibbles.packed(key_groups, 3)
-    v_bytes, v_scale, v_least = nibbles.packed(_channel_groups(values), 4)
+    k_bytes, k_scale, k_least = _packed(key_groups, 3)
+    v_bytes, v_scale, v_least = _packed(_channel_groups(values), 4)
     return {
         "k.bytes": k_bytes.flatten(2, 3),
         "k.scale": k_scale.squeeze(3),
@@ -68,15 +69,34 @@ def unpack(parts: Mapping[str, Tensor], keys: Tensor, values: Tensor) -> None:
     steps = parts["k.bytes"].unflatten(2, (-1, GROUP_TOKENS))
     scale = parts["k.scale"].unsqueeze(3)
     if "k.least" in parts:
-        nibbles.unpacked(steps, scale, parts["k.least"].unsqueeze(3), out=key_groups)
-        nibbles.unpacked(parts["v.bytes"], parts["v.scale"], parts["v.least"], out=_channel_groups(values))
+        _unpacked(steps, scale, parts["k.least"].unsqueeze(3), out=key_groups)
+        _unpacked(parts["v.bytes"], parts["v.scale"], parts["v.least"], out=_channel_groups(values))
     else:
         key_groups.copy_(steps).mul_(scale)
         values.copy_(parts["v.bytes"]).mul_(parts["v.scale"])
 
 
 def _channel_groups(values: Tensor) -> Tensor:
-    return values.unflatten(3, (-1, nibbles.group_width(values.shape[3])))
+    width = values.shape[3]
+    return values.unflatten(3, (-1, GROUP_CHANNELS if width % GROUP_CHANNELS == 0 else width))
+
+
+def _packed(states: Tensor, axis: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Round to 16 steps, two of them in a byte: one of the first half of the last axis, and one of the second."""
+    values = states.float()
+    low, high = values.amin(axis, keepdim=True).bfloat16(), values.amax(axis, keepdim=True)
+    step = ((high - low.float()) / STEPS).bfloat16()
+    steps = (values - low.float()) / step.float().clamp_min(torch.finfo(torch.float32).tiny)
+    first, second = steps.round_().clamp_(0, STEPS).to(torch.uint8).chunk(2, -1)
+    return first | second << 4, step, low
+
+
+def _unpacked(pairs: Tensor, step: Tensor, low: Tensor, out: Tensor) -> None:
+    """Write what was packed to `out`, in its dtype; its last axis is twice as long as that of the bytes."""
+    first, second = out.chunk(2, -1)
+    first.copy_(pairs & STEPS)
+    second.copy_(pairs >> 4)
+    out.mul_(step).add_(low)
 
 
 def _steps(states: Tensor) -> tuple[Tensor, Tensor]:

@@ -552,8 +552,7 @@ class EntryReader:
             forms = []
             for kind in kinds:
                 plan = self._plan(f"layer.{index}.{kind}{codec.parts(kind)[0].suffix}")
-                width = plan.shape[2] * codec.values_per_item
-                forms.append((plan.shape[0], width, _float_type(self._packing.dtype or DTYPES[plan.dtype])))
+                forms.append((plan.shape[0], plan.shape[2], _float_type(self._packing.dtype or DTYPES[plan.dtype])))
             layers.append(tuple(forms))
         tables = []
         for index in range(self._tables):

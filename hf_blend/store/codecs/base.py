@@ -29,11 +29,10 @@ class Part:
 class Codec(ABC):
     """Packs the states of one layer, `kind` being "k", "v" or "p" (projections).
 
-    The first part has the shape of the states, and on the last axis an item for so many neighbouring values.
+    The first part has the shape of the states.
     """
 
     is_exact: ClassVar[bool] = False
-    values_per_item: ClassVar[int] = 1
 
     def parts(self, kind: str) -> tuple[Part, ...]:
         """Say which tensors states are packed into, in stored order: one like them if nothing else is said."""
