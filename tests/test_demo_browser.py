@@ -42,13 +42,6 @@ PHONE = {"width": 390, "height": 844}
 METHODS = ("full prefill", "full reuse", "blend")
 
 
-def expect(locator):
-    """Playwright's own, which takes a second to import."""
-    from playwright.sync_api import expect
-
-    return expect(locator)
-
-
 @pytest.fixture(scope="module")
 def demo():
     return Demo(load_exact(REFERENCE), Visitors(Limits(answers_per_minute=200)))
@@ -92,72 +85,54 @@ def artefacts(tmp_path_factory):
     return folder
 
 
-class Visit:
-    """One visitor's page, with all that its console said and all that it fetched."""
-
-    def __init__(self, browser, url, size):
-        self.context = browser.new_context(viewport=size, color_scheme="light")
-        self.page = self.context.new_page()
-        self.page.set_default_timeout(WAIT_MS)
-        self.complaints = []
-        self.fetched = []
-        self.page.on("console", self.hear)
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("request", lambda request: self.fetched.append(request.url))
-        self.page.goto(url)
-        self.page.locator("#hb-ask").wait_for()
-
-    def hear(self, message):
-        if message.type == "error":
-            self.complaints.append(message.text)
-
-    def panel(self, method, state=""):
-        return self.page.locator(f'#hb-panels [data-method="{method}"]{state}')
-
-    def answer(self, method):
-        """The answer, once it is whole."""
-        self.panel(method, '[data-state="done"]').wait_for()
-        return self.panel(method).locator(".hb-answer").inner_text().strip()
-
-
 @pytest.fixture
 def visit(browser, url):
     """Open the page; at the end nothing was fetched from elsewhere, and the console has no errors."""
-    opened = []
+    complaints = []
+    fetched = []
+
+    def hear(message):
+        if message.type == "error":
+            complaints.append(message.text)
 
     def come(size):
-        opened.append(Visit(browser, url, size))
-        return opened[-1]
+        page = browser.new_page(viewport=size)
+        page.set_default_timeout(WAIT_MS)
+        page.on("console", hear)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda request: fetched.append(request.url))
+        page.goto(url)
+        page.locator("#hb-ask").wait_for()
+        return page
 
     yield come
-    for one in opened:
-        one.context.close()
-        assert one.complaints == []
-        for address in one.fetched:
-            assert address.startswith((url, "data:", "blob:"))
+    assert complaints == []
+    for address in fetched:
+        assert address.startswith((url, "data:", "blob:"))
 
 
 @pytest.mark.parametrize("size", [DESKTOP, pytest.param(PHONE, marks=pytest.mark.slow)], ids=["desktop", "phone"])
 def test_page_opens_with_question_counts_bars_and_tokens(visit, opened, artefacts, size):
-    seen = visit(size)
-    first = opened.panels[0]
-    full = seen.panel(METHODS[0]).locator(".hb-bar").bounding_box()
+    page = visit(size)
     fold = size["height"] if size is DESKTOP else 1.2 * size["height"]
+    bars = []
     for method, panel, mark in zip(METHODS, opened.panels, ("right", "wrong", "right"), strict=True):
-        assert seen.answer(method) == panel.text
-        shown = seen.panel(method)
+        shown = page.locator(f'#hb-panels [data-method="{method}"][data-state="done"]')
+        shown.wait_for()
+        assert shown.locator(".hb-answer").inner_text().strip() == panel.text
         assert shown.locator(".hb-right, .hb-wrong").inner_text() == mark
-        bar = shown.locator(".hb-bar").bounding_box()
-        assert round(bar["x"]) == round(full["x"]), "they begin at one line"
-        assert bar["width"] / full["width"] == pytest.approx(panel.ttft_ms / first.ttft_ms, abs=0.05)
         box = shown.bounding_box()
         assert box["y"] + box["height"] <= fold, method
-    chosen = seen.page.locator("#hb-documents .hb-tokens .hb-chosen")
-    assert chosen.count() > 0, "the tokens are shown"
-    assert seen.page.evaluate("() => document.documentElement.scrollWidth") <= size["width"]
-    box = seen.page.locator("#hb-question textarea, #hb-question input").first
-    expect(box).to_have_value(first_request().question)
-    seen.page.screenshot(path=artefacts / f"start-{size['width']}.png", full_page=True)
+        bar = shown.locator(".hb-bar").bounding_box()
+        bars.append(bar)
+        assert round(bar["x"]) == round(bars[0]["x"]), "they begin at one line"
+        share = panel.ttft_ms / opened.panels[0].ttft_ms
+        assert bar["width"] / bars[0]["width"] == pytest.approx(share, abs=0.05)
+    assert page.locator("#hb-documents .hb-tokens .hb-chosen").count() > 0, "the tokens are shown"
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= size["width"]
+    question = page.locator("#hb-question textarea, #hb-question input").first
+    assert question.input_value() == first_request().question
+    page.screenshot(path=artefacts / f"start-{size['width']}.png", full_page=True)
 
 
 def test_no_page_of_site_is_wider_than_phone(browser, tmp_path):

@@ -5,6 +5,7 @@
 The oracle is stock transformers: a plain forward of the new ids.
 """
 
+import re
 from difflib import SequenceMatcher
 
 import numpy as np
@@ -18,7 +19,7 @@ from hf_blend import BlendCache, ConfigError
 from hf_blend.cache import edits
 from hf_blend.cache.edits import Run, common_runs
 from hf_blend.prompt.pieces import Prompt
-from tests.asking import apart, failing, generated, memory, noting, states_of
+from tests.asking import apart, failing, generated, longrope, memory, noting, states_of
 from tests.chat_templates import DOCUMENTS
 from tests.conftest import random_ids, shared_tiny_model, slow_but
 from tests.conftest import shared_zoo_model as zoo_model
@@ -192,15 +193,22 @@ def test_models_of_all_kinds_recompute_and_heal(kind):
     assert off(last_logits(cache, "dropped"), logits) < 1e-4
 
 
-@pytest.mark.parametrize("kind", slow_but("gemma3_text", "falcon_h1", among=("gemma3_text", "falcon_h1", "jamba")))
-def test_windows_and_states_are_computed_by_name(kind):
-    model = zoo_model(kind)
+STATEFUL = r"layer 0 is a .*window, a state"
+COMPUTED = [("gemma3_text", STATEFUL), ("falcon_h1", STATEFUL), ("phi3", "rotary frequencies differ")]
+
+
+@pytest.mark.parametrize(("kind", "reason"), [*COMPUTED, pytest.param("jamba", STATEFUL, marks=pytest.mark.slow)])
+def test_what_cannot_be_moved_is_computed_by_name(kind, reason):
+    config = {}
+    if kind == "phi3":
+        config = {"rope_parameters": longrope(100), "original_max_position_embeddings": 100}
+    model = zoo_model(kind, **config)
     _, logits = stock(model, EDITS["dropped"])
     cache, got = edited(model, "dropped", **NOTHING)
     assert off(got, logits) < 1e-4
     assert cache.report.moved_tokens == 0
-    assert "layer 0 is a" in cache.report.fallback_reason
-    assert "window, a state" in str(cache.report)
+    assert re.search(reason, cache.report.fallback_reason)
+    assert cache.report.fallback_reason in str(cache.report)
 
 
 def test_batch_is_computed_with_the_reason():

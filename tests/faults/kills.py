@@ -91,13 +91,12 @@ def _tell(pipe: int, number: int) -> None:
     os.write(pipe, number.to_bytes(4, "little"))
 
 
-def read_numbers(pipe: int, most: int | None = None) -> list[int]:
-    """All numbers that a child told before it ended, or the next ones of them."""
+def read_numbers(pipe: int) -> list[int]:
+    """All numbers that a child told before it ended."""
     told: list[int] = []
-    while len(told) != most and (part := os.read(pipe, 4)):
+    while part := os.read(pipe, 4):
         told.append(int.from_bytes(part, "little"))
-    if most is None:
-        os.close(pipe)
+    os.close(pipe)
     return told
 
 

@@ -15,7 +15,6 @@ from .entries import Changing, Files
 from .fault import FaultClass, Verdict
 from .kills import CallKills, Races
 from .requests import Prefills
-from .sessions import SavedSessions
 from .tiers import FailingCalls, FaultyTierFaults, Remote
 from .world import World
 
@@ -30,7 +29,6 @@ CLASSES: dict[str, type[FaultClass]] = {
     "faulty-tier": FaultyTierFaults,
     "races": Races,
     "call-kills": CallKills,
-    "saved-sessions": SavedSessions,
 }
 
 
