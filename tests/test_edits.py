@@ -194,14 +194,12 @@ def test_models_of_all_kinds_recompute_and_heal(kind):
 
 
 STATEFUL = r"layer 0 is a .*window, a state"
-COMPUTED = [("gemma3_text", STATEFUL), ("falcon_h1", STATEFUL), ("phi3", "rotary frequencies differ")]
+COMPUTED = [("gemma3_text", STATEFUL), ("falcon_h1", STATEFUL), ("llama", "rotary frequencies differ")]
 
 
 @pytest.mark.parametrize(("kind", "reason"), [*COMPUTED, pytest.param("jamba", STATEFUL, marks=pytest.mark.slow)])
 def test_what_cannot_be_moved_is_computed_by_name(kind, reason):
-    config = {}
-    if kind == "phi3":
-        config = {"rope_parameters": longrope(100), "original_max_position_embeddings": 100}
+    config = {"rope_parameters": longrope(100)} if kind == "llama" else {}
     model = zoo_model(kind, **config)
     _, logits = stock(model, EDITS["dropped"])
     cache, got = edited(model, "dropped", **NOTHING)
