@@ -84,6 +84,7 @@ def test_behind_history_every_token_is_charged_for_keys_of_history_too(shared_mo
     chosen = got.chosen_columns[0]
     reusable = range(first, first + 35)
     assert got.past_tokens == 88
+    assert str(got).startswith("88 tokens kept, then ")
     assert got.reusable_tokens == 35
     assert held == first - 1
     spent = whole(reusable) + BEFORE * len(reusable) + 2 * whole(chosen) + BEFORE * len(chosen)
@@ -106,7 +107,7 @@ def test_report_is_one_line_for_people_and_json_for_programs(report):
     assert shown["charged_budget"] == got.charged_budget
     assert shown["chosen_columns"] == got.chosen_columns
     assert not [name for name in shown if name.startswith("_")]
-    assert "85 tokens: 9 new, 5 exact, 71 reusable, of which 11 recomputed (nominal 15%, charged" in str(got)
+    assert "85 tokens: 9 new, 5 exact, 71 reusable, of which 11 recomputed (ratio 15%, cost" in str(got)
     assert "\n" not in str(got)
     fresh = BlendReport(0.15)
     assert fresh.charged_budget == 0

@@ -212,13 +212,15 @@ class BlendReport:
         recomputed = sum(map(len, self.chosen_columns))
         parts = [
             f"{self.prompt_tokens} tokens: {new} new, {self.exact_tokens} exact, {self.reusable_tokens} reusable, of "
-            f"which {recomputed} recomputed (nominal {self.nominal_ratio:.0%}, charged {self.charged_budget:.1%})",
+            f"which {recomputed} recomputed (ratio {self.nominal_ratio:.0%}, cost {self.charged_budget:.1%})",
             f"{self.loaded_chunks} chunks loaded, {self.computed_chunks} computed",
         ]
+        if self.past_tokens:
+            parts[0] = f"{self.past_tokens} tokens kept, then {parts[0]}"
         if self.moved_tokens:
             parts.append(f"{self.moved_tokens} of them moved behind an edit")
         if self.seam_tokens:
-            parts.append(f"{self.seam_tokens} of their tokens differ at seams")
+            parts.append(f"{self.seam_tokens} of their tokens differ where texts meet, and are computed")
         if self.partial:
             loaded, every = self.partial["loaded_bytes"], self.partial["all_bytes"]
             parts.append(f"{loaded:,} of {every:,} bytes loaded in part")
