@@ -203,6 +203,23 @@ def test_hooks_of_others_are_refused_by_name(kind, where, model):
     assert fingerprint(model) == before
 
 
+@torch.no_grad()
+def test_hook_that_no_glance_sees_is_refused_before_logits_leave(model):
+    store = ChunkStore.open("memory://")
+    inputs = {"input_ids": torch.tensor([[1, *CHUNKS[0], 5, 6]]), "logits_to_keep": 1}
+    store.add(model, None, CHUNKS)
+    expected = model(**inputs, past_key_values=BlendCache(model, store)).logits
+    entries = len(store)
+    handle = model.model.layers[0].self_attn.k_proj.register_forward_hook(lambda *_: None)
+    cache = BlendCache(model, store)
+    with pytest.raises(UnsupportedModelError, match="forward hook"):
+        model(**inputs, past_key_values=cache)
+    assert cache.get_seq_length() == 0
+    assert len(store) == entries
+    handle.remove()
+    assert torch.equal(model(**inputs, past_key_values=cache).logits, expected)
+
+
 def test_hooks_on_every_module_are_refused(model):
     before = fingerprint(model)
     for register in (torch_hooks.register_module_forward_hook, torch_hooks.register_module_forward_pre_hook):

@@ -109,13 +109,14 @@ class BlendCache(GuardedCache):
         config = config or recipe.config(is_blind=store.loads_in_part)
         self.config = config = BlendConfig.from_dict({**config.to_dict(), **settings})
         began_s = time.perf_counter()
-        structure_of(model)  # drops what is remembered of the model if its structure has changed
+        structure_of(model)  # drops what is remembered of the model if it is another at a glance
         config.ratios(len(decoder_layers(model)))
         selector = plugins.load("selectors", config.selector)(config.selector_options, seed=config.seed)
 
         # Read the model
         prefix_ids = bos_prefix(model) if config.chunk_prefix_ids is None else tuple(config.chunk_prefix_ids)
-        info = ModelInfo(model, prefix_ids, trial_cache, config.allow_unverified, store.folder)
+        read_info = partial(ModelInfo, model, prefix_ids, trial_cache, config.allow_unverified, store.folder)
+        info = read_info()
         check_ms = 1e3 * (time.perf_counter() - began_s)
 
         # Make empty layers, and wait for the model to be called
@@ -123,7 +124,16 @@ class BlendCache(GuardedCache):
         super().__init__(layers=kv.all)
         self.model, self.store = model, store
         self.state = BlendState(
-            model, store, config, info, selector, recipe.source, prefix_ids, kv, BlendReport(config.recompute_ratio)
+            model,
+            store,
+            config,
+            info,
+            read_info,
+            selector,
+            recipe.source,
+            prefix_ids,
+            kv,
+            BlendReport(config.recompute_ratio),
         )
         self.state.check_ms = check_ms
         self._forwards = CacheForwards(self, self.state)

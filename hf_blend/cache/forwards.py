@@ -99,6 +99,8 @@ class CacheForwards:
                 state.author = author
                 is_other = False
         self._end(failed or is_other)
+        if is_other:
+            state.info = state.read_info()  # a structure that was never tested is tested now
         return is_other
 
     def _end(self, failed: bool) -> None:

@@ -348,6 +348,7 @@ class BlendState:
     """The settings, the K and V, and the prompts of one cache.
 
     Attributes:
+        read_info: reads the model again.
         selector: chooses the tokens that are recomputed.
         recipe: where the settings come from, in words.
         chunk_prefix_ids: the ids before each chunk while it is computed alone.
@@ -372,6 +373,7 @@ class BlendState:
     store: ChunkStore
     config: BlendConfig
     info: ModelInfo
+    read_info: Callable[[], ModelInfo]
     selector: Selector
     recipe: str
     chunk_prefix_ids: tuple[int, ...]

@@ -52,6 +52,7 @@ from .anatomy import (
     hooked,
     input_device,
     keeps_nothing,
+    per_model,
     refuse_placeholders,
     stock_layers,
     text_config,
@@ -84,6 +85,7 @@ NUMBERS = 8  # of each token: four of its keys and four of its values, each a su
 TOLERANCE = {torch.float32: 2e-3, torch.float64: 2e-3}  # relative; devices and attention functions differ by 1e-5
 COARSE_TOLERANCE = 0.15  # bfloat16 and float16, and models whose matrix products are quantised
 _canaries: WeakKeyDictionary[nn.Module, tuple[int, str]] = WeakKeyDictionary()
+_texts: WeakKeyDictionary[Any, tuple[int, tuple[int, ...]]] = WeakKeyDictionary()  # of tokenizers
 
 
 @dataclass(frozen=True)
@@ -226,6 +228,7 @@ def question_digest(question_ids: Sequence[int]) -> str:
     return hashlib.sha256(str(tuple(question_ids)).encode()).hexdigest()[:12]
 
 
+@per_model
 def keeps_tokens_alone(model: nn.Module) -> bool:
     """Return True if every layer keeps K and V of each token, and no other state."""
     return {type(layer).__name__ for layer in stock_layers(text_config(model))} <= {*_OF_TOKENS_ALONE}
@@ -383,9 +386,19 @@ def default_prefix(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
     positions = getattr(config, "max_position_embeddings", None)
     if tokenizer is None or (positions is not None and positions < LEAST_POSITIONS) or not keeps_tokens_alone(model):
         return bos
-    ids = tuple(tokenizer.encode(TEXT, add_special_tokens=False))
+    ids = _text_ids(tokenizer)
     is_readable = 0 < len(ids) <= MOST_TOKENS and getattr(tokenizer, "unk_token_id", None) not in ids
     return (*bos, *ids) if is_readable else bos
+
+
+def _text_ids(tokenizer: Any) -> tuple[int, ...]:
+    """The ids of the text, found once for each size of a tokenizer's vocabulary."""
+    if not hasattr(tokenizer, "get_vocab"):
+        return tuple(tokenizer.encode(TEXT, add_special_tokens=False))
+    size = len(tokenizer)
+    if tokenizer not in _texts or _texts[tokenizer][0] != size:
+        _texts[tokenizer] = size, tuple(tokenizer.encode(TEXT, add_special_tokens=False))
+    return _texts[tokenizer][1]
 
 
 def compute_chunks(

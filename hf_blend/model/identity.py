@@ -37,7 +37,15 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_hooks
 
 from ..errors import ConfigError, UnsupportedModelError
-from .anatomy import DEVICE_TYPES, EXTENDED, forget, offload_hooks, refuse_extended, text_config
+from .anatomy import (
+    DEVICE_TYPES,
+    EXTENDED,
+    decoder_layers,
+    forget,
+    offload_hooks,
+    refuse_extended,
+    text_config,
+)
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 NamedTensor: TypeAlias = tuple[nn.Module, str, Tensor]  # the module that has it, and its name there
@@ -370,6 +378,9 @@ class _Record:
     locations: list[tuple[Any, ...]] = field(default_factory=list)
     samples: list[Tensor] = field(default_factory=list)
     state: int = 0  # how many changes were noticed
+    # What shows at a glance, and PEFT's modules, a part of it; None: it has to be looked at as a whole
+    outline: tuple[Any, ...] | None = None
+    tuners: list[nn.Module] = field(default_factory=list)
 
 
 _records: WeakKeyDictionary[nn.Module, _Record] = WeakKeyDictionary()
@@ -394,18 +405,20 @@ def fingerprint(model: nn.Module, *, reread: bool = False) -> str:
 def identity_of(model: nn.Module, reread: bool = False, asks_device: bool = True) -> str:
     """The fingerprint of what a model computes alone, also inside `self_extend`.
 
-    If it does not ask the device, the weights count as those of the last call where their addresses, dtypes and
-    versions are: whoever uses it compares it with that of a call that does, before anything leaves.
+    If it does not ask the device, the model counts as that of the last call if it is the same at a glance, so that a
+    forward can begin: whoever uses it compares it with that of a call that asks, before anything leaves.
     """
     with _lock:
+        if not asks_device and not reread:
+            record = _glance(model)
+            if record.weights:
+                return _digest_of([record.structure, record.weights])
         modules = modules_of(model)
         record = _compare_structure(model, modules, reread)
         tensors = tensors_of(modules)
         locations, stored = located(tensors)
-        is_known = bool(record.weights) and not reread and locations == record.locations
-        if is_known and not asks_device:
-            return _digest_of([record.structure, record.weights])
         samples = sampled(stored)  # before all is read: a change meanwhile shows
+        is_known = bool(record.weights) and not reread and locations == record.locations
         if not is_known or not is_same_sample(samples, record.samples):
             record.weights = weight_digest(model, tensors)
             record.locations = locations
@@ -415,14 +428,33 @@ def identity_of(model: nn.Module, reread: bool = False, asks_device: bool = True
 
 
 def structure_of(model: nn.Module) -> str:
-    """A digest of all that makes a fingerprint except the weights, in 64 hex digits."""
+    """A digest of all that makes a fingerprint except the weights; of the last look, if it is the same at a glance."""
     with _lock:
-        return _compare_structure(model, modules_of(model)).structure
+        return _glance(model).structure
 
 
 def state_of(model: nn.Module) -> int:
     """How often something in a model whose fingerprint was asked for was read again, because it differed."""
     return _records[model].state
+
+
+def _glance(model: nn.Module) -> _Record:
+    """A model's record, updated if its decoder layers, its dtype or the adapters that act are not the last ones."""
+    record = _records.get(model)
+    if record is not None and record.outline == _outline(model, record.tuners):
+        return record
+    modules = modules_of(model)
+    record = _compare_structure(model, modules)
+    record.tuners = [module for module in modules if "_active_adapter" in vars(module)]
+    record.outline = _outline(model, record.tuners)
+    return record
+
+
+def _outline(model: nn.Module, tuners: list[nn.Module]) -> tuple[Any, ...]:
+    """What shows of a model without walking through its modules."""
+    layers = decoder_layers(model)
+    compiled = [(vars(layer).get("forward"), layer._compiled_call_impl) for layer in (model, *layers)]
+    return layers, compiled, model.dtype, _adapters_of(tuners)
 
 
 def _compare_structure(model: nn.Module, modules: list[nn.Module], reread: bool = False) -> _Record:
@@ -448,6 +480,7 @@ def _compare_structure(model: nn.Module, modules: list[nn.Module], reread: bool 
         )
         if reread or structure != record.structure:  # a setting that does not count leaves it the same
             record.structure = structure
+            record.outline = None
             forget(model)
             record.state += 1
     return record
