@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure speed on this machine, as ratios taken in one run."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -22,15 +21,11 @@ Chunks = Annotated[int, typer.Option(min=1, help="Chunks before the question.")]
 ChunkTokens = Annotated[int, typer.Option(min=1, help="Tokens in each chunk.")]
 QuestionTokens = Annotated[int, typer.Option(min=1, help="Tokens in the question.")]
 Ratios = Annotated[list[float], typer.Option("--ratio", help="Recompute ratios, 0 to 1; may be repeated.")]
-Data = Annotated[Path | None, typer.Option(help="JSONL file with real prompts for --model; else ids are made up.")]
-Limit = Annotated[int, typer.Option(min=0, help="The first prompts of the file; 0 is all.")]
 
 
 def ttft(
     shape: Shape = "smollm2-135m",
     model: Model = None,
-    data: Data = None,
-    limit: Limit = 0,
     chunks: Chunks = 8,
     chunk_tokens: ChunkTokens = 512,
     question_tokens: QuestionTokens = 64,
@@ -41,12 +36,10 @@ def ttft(
     device: Device = "auto",
     json: Json = False,
 ) -> None:
-    """Measure the time to the first token, in full and blended. Every chunk is in memory.
-
-    With --model and --data on real prompts, as `hf-blend ask` puts them; medians over them.
+    """Measure the time to the first token, in full and blended. Every chunk is in memory, and its tokens are made up.
 
     Examples:
-        hf-blend bench ttft --model smollm2 --data mine.jsonl --ratio 0.15 --rounds 1  # network
+        hf-blend bench ttft --model smollm2 --ratio 0.15 --rounds 1  # network
         hf-blend bench ttft --shape tiny --chunks 3 --chunk-tokens 64 --question-tokens 8 --rounds 1 --json
         hf-blend bench ttft --shape smollm2-135m --ratio 0.15 --ratio 0.05  # slow
     """
@@ -63,8 +56,6 @@ def ttft(
         rounds=rounds,
         dtype=dtype,
         device=str(choose_device(device)),
-        data=str(data) if data else None,
-        limit=limit or None,
     )
     measured = measure_ttft(plan, progress=say)
     title = f"{plan.shape}, full prefill {measured['full']['ttft_ms']:.0f} ms"

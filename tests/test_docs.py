@@ -266,7 +266,6 @@ def test_guide_method_is_evaluated_and_edited_file_is_refused(here, run):
         if row["method"] == "./relative_value.py":
             ratios.add(row["ratio"])
     assert ratios == {0.02, 0.05, 0.15, 0.3, 0.1}
-    assert (here / "run" / "quality-charged-budget.svg").read_text().startswith("<svg")
     (here / file).write_text(text.replace("1e-12", "1e-6"))
     code, _, err = run(*words)
     assert code == 2

@@ -40,7 +40,7 @@ def measure_break_even(plan: BreakEvenPlan, progress: Callable[[str], None] | No
     rows = []
     for tokens in plan.tokens:
         request = made_up(model, replace(timing, chunk_tokens=tokens // timing.chunks))
-        runs = in_turns(model, request, timing, configs, progress=progress, about=f"{tokens} tokens, ")
+        runs = in_turns(model, request, timing, configs, progress)
         times = {name: medians(rounds)["ttft_ms"] for name, rounds in runs.items()}
         for name in methods:
             rows.append(

@@ -6,7 +6,6 @@ import platform
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,14 +13,11 @@ from torch import nn
 
 from hf_blend import ChunkStore
 from hf_blend.config import BlendConfig
-from hf_blend.errors import ConfigError
 from hf_blend.model.anatomy import cache_argument
 from hf_blend.version import __version__
 
 from ..answering import AnswerStreamer, begin, blend_config
-from ..bundled import open_model
-from ..tuning import read_prompts
-from .shapes import OWN, random_pieces, timed_model
+from .shapes import random_pieces, timed_model
 
 FULL = "full"
 REPORTED = (  # medians of the reports
@@ -44,26 +40,18 @@ class TtftPlan:
     dtype: str = "float32"
     device: str = "cpu"
     seed: int = 0
-    data: str | None = None
-    limit: int | None = None
     decoded_tokens: int = 24
 
 
 def measure_ttft(plan: TtftPlan, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
     """Measure full prefill and blending at every ratio, in turn, several times over."""
-    tokenizer, prompts = _real_prompts(plan) if plan.data else (None, [])
     model = timed_model(plan.shape, plan.dtype, plan.device, plan.seed)
     configs: dict[str, BlendConfig | None] = {FULL: None}
     for ratio in plan.ratios:
         configs[f"{ratio:g}"] = blend_config(plan.selector, recompute_ratio=ratio)
-    runs: dict[str, list[Run]] = {name: [] for name in configs}
-    prompts = prompts or [made_up(model, plan)]
-    for count, request in enumerate(prompts, 1):
-        about = f"prompt {count} of {len(prompts)}, "
-        for name, rounds in in_turns(model, request, plan, configs, tokenizer, progress, about).items():
-            runs[name] += rounds
+    runs = in_turns(model, made_up(model, plan), plan, configs, progress)
     rows = [_row(ratio, runs[FULL], runs[f"{ratio:g}"]) for ratio in plan.ratios]
-    return {"machine": machine(plan), "full": medians(runs[FULL]), "prompts": len(prompts), "rows": rows}
+    return {"machine": machine(plan), "full": medians(runs[FULL]), "rows": rows}
 
 
 def in_turns(
@@ -71,9 +59,7 @@ def in_turns(
     request: dict[str, Any],
     plan: TtftPlan,
     configs: Mapping[str, BlendConfig | None],
-    tokenizer: Any = None,
     progress: Callable[[str], None] | None = None,
-    about: str = "",
 ) -> dict[str, list[Run]]:
     """Prefill one prompt with every config, None in full, in turns; a first round warms up and fills the store."""
     store = ChunkStore.open("memory://", memory_bytes=64 << 30)
@@ -81,23 +67,11 @@ def in_turns(
     for number in range(plan.rounds + 1):
         for name, config in configs.items():
             if progress:
-                progress(f"{about}round {number} of {plan.rounds}: {name}")
-            figures = run(model, store, request, plan, config, tokenizer)
+                progress(f"round {number} of {plan.rounds}: {name}")
+            figures = run(model, store, request, plan, config)
             if number:
                 runs[name].append(figures)
     return runs
-
-
-def _real_prompts(plan: TtftPlan) -> tuple[Any, list[dict[str, Any]]]:
-    """The tokenizer of a model of one's own, and prompts of a file as it is asked them."""
-    if not plan.shape.startswith(OWN):
-        raise ConfigError(
-            f"there are prompts in {plan.data!r}, but {plan.shape!r} is a shape, which has no tokenizer. Name a model "
-            "with --model."
-        )
-    source = open_model(plan.shape.removeprefix(OWN), plan.device, plan.dtype)
-    prompts = read_prompts(Path(str(plan.data)), source.tokenizer, plan.limit, source.positions)
-    return source.tokenizer, [prompt.request for prompt in prompts]
 
 
 def made_up(model: nn.Module, plan: TtftPlan) -> dict[str, Any]:
@@ -111,14 +85,13 @@ def run(
     request: dict[str, Any],
     plan: TtftPlan,
     config: BlendConfig | None,
-    tokenizer: Any = None,
 ) -> Run:
     """Time one generation: a full prefill where there is no config."""
     is_cuda = plan.device.startswith("cuda")
     if is_cuda:
         torch.cuda.reset_peak_memory_stats()
     streamer = AnswerStreamer()
-    cache, inputs = begin(model, tokenizer, store, request, config)
+    cache, inputs = begin(model, None, store, request, config)
     model.generate(
         **inputs,
         **cache_argument(model, cache),
@@ -145,7 +118,7 @@ def medians(rounds: list[Run]) -> dict[str, float]:
 
 
 def _row(ratio: float, full: list[Run], rounds: list[Run]) -> dict[str, Any]:
-    """Medians; what is compared with full prefill is compared run by run, since prompts differ in length."""
+    """Medians; what is compared with full prefill is compared run by run."""
     pairs = list(zip(full, rounds, strict=True))
     speedup = statistics.median(other["ttft_ms"] / figures["ttft_ms"] for other, figures in pairs)
     decoding = statistics.median(figures["decode_tokens_s"] / other["decode_tokens_s"] for other, figures in pairs)
