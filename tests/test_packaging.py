@@ -57,9 +57,6 @@ OLDEST = requirements((ROOT / "constraints-oldest.txt").read_text("utf-8"))
 ALLOWED = requirements(OPTIONS["install_requires"], *EXTRAS.values())
 VERSIONS = {canonicalize_name(pin.name): str(pin.specifier).removeprefix("==") for pin in PINS}
 OLDEST_VERSIONS = {canonicalize_name(pin.name): str(pin.specifier).removeprefix("==") for pin in OLDEST}
-WORKFLOWS = {
-    path.stem: yaml.safe_load(path.read_text("utf-8")) for path in (ROOT / ".github" / "workflows").glob("*.yml")
-}
 
 
 def test_packages_are_folders_with_modules_and_their_data_exists():
@@ -101,33 +98,8 @@ def test_pins_are_allowed_and_oldest_transformers_is_oldest_allowed():
     assert names(OLDEST) <= names(PINS), "only what differs from the tested versions"
 
 
-def test_workflows_test_every_version_call_targets_of_make_and_publish_without_token():
-    matrix = WORKFLOWS["tests"]["jobs"]["test"]["strategy"]["matrix"]
-    assert matrix["python"] == re.findall(r"Python :: (3\.\d+)", SETUP["metadata"]["classifiers"])
-    for version in (VERSIONS["transformers"], OLDEST_VERSIONS["transformers"]):
-        assert version.rpartition(".")[0] in matrix["transformers"]
-    targets = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE))
-    for workflow in WORKFLOWS.values():
-        for job in workflow["jobs"].values():
-            assert "secrets." not in str(job)
-            for step in job["steps"]:
-                assert set(re.findall(r"\bmake ([a-z-]+)", step.get("run", ""))) <= targets
-    assert WORKFLOWS["release"]["jobs"]["publish"]["permissions"] == {"id-token": "write"}
-
-
 def test_citation_names_version_that_is_here():
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))["version"] == __version__
-
-
-def test_image_is_made_of_files_and_extras_that_exist_and_holds_every_package():
-    text = (ROOT / "deploy" / "Containerfile").read_text()
-    copied = set()
-    for line in re.findall(r"^COPY (.+)$", text, re.MULTILINE):
-        copied.update(line.split()[:-1])
-    assert [name for name in copied if not (ROOT / name).exists()] == []
-    assert set(FOLDERS.values()) <= copied
-    (extras,) = re.findall(r'"\.\[([\w,]+)\]"', text)
-    assert set(extras.split(",")) <= set(EXTRAS)
 
 
 def test_space_brings_what_library_needs_in_tested_versions():
