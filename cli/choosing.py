@@ -33,4 +33,4 @@ def choose_config(
     recipe = pipeline.store.recipe(pipeline.model)
     say_recipe(recipe)
     settings = {} if ratio is None else {"recompute_ratio": ratio}
-    return recipe.config(is_blind=pipeline.store.loads_in_part, allow_unverified=allow_unverified, **settings)
+    return recipe.config(allow_unverified=allow_unverified, **settings)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import BatchEncoding
 
 from hf_blend import BlendCache, ChunkStore, plugins
-from hf_blend.config import BlendConfig, default_config
+from hf_blend.config import BlendConfig
 from hf_blend.errors import ConfigError, PromptError
 from hf_blend.model.anatomy import input_device
 from hf_blend.prompt.detokenizer import Detokenizer
@@ -129,14 +129,12 @@ REUSE = BlendConfig(recompute_ratio=0.0, selector="none")
 FULL_REUSE = Method("full reuse", REUSE)
 
 
-def blend_config(
-    selector: str | None, *, recompute_ratio: float | None = None, is_blind: bool = False, **settings: Any
-) -> BlendConfig:
+def blend_config(selector: str | None, *, recompute_ratio: float | None = None, **settings: Any) -> BlendConfig:
     """Settings of a blend, with the selector's options behind its name; the defaults where nothing is said."""
     if recompute_ratio is not None:
         settings["recompute_ratio"] = recompute_ratio
     if selector is None:
-        return default_config(is_blind=is_blind, **settings)
+        return BlendConfig(**settings)
     name, _, listed = selector.partition(":")
     options = {}
     for part in filter(None, listed.split(",")):

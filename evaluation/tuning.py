@@ -28,7 +28,7 @@ from .bundled import handbook_questions
 from .rows import CHUNKS, QUESTION, read_rows
 from .summary import interval, share_interval
 
-SELECTORS = ("expected-error", "query-attention", "ramp")
+SELECTORS = ("stored-importance", "expected-error", "ramp")
 RATIOS = (0.05, 0.1, 0.15)
 LEAVE = 0.35  # of the KL divergence of reuse behind BOS alone
 LEAST_KL = 1e-6  # nats: where full reuse loses no more, there is nothing to repair

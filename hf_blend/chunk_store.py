@@ -102,7 +102,7 @@ class ChunkStore(Store):
     def recipe(self, model: nn.Module) -> Recipe:
         """Give the settings that a model is blended with where a caller says nothing, and where they are from.
 
-        Over a store that loads in part the choice does not depend on the question.
+        Over a store that loads in part, a rule that looks at all chunks is left out: it would load them whole.
         """
         from .model.anatomy import decoder_layers
         from .model.identity import fingerprint

@@ -14,8 +14,6 @@ from typing import Any
 
 from .errors import ConfigError, suggest
 
-# the defaults where the choice may not depend on the question, at the same charge; see `default_config`
-BLIND_SELECTOR, BLIND_RATIO = "ramp", 0.15
 EDITS = ("compute", "blend")  # what becomes of cached tokens behind the first one that a prompt has otherwise
 
 
@@ -54,8 +52,7 @@ class BlendConfig:
     """How much of the reused KV is recomputed, and which tokens those are.
 
     Attributes:
-        recompute_ratio: share of the reusable tokens that is recomputed, 0–1. With the default selector 0.12 is a
-            charge of about 0.15 at 1,000 tokens.
+        recompute_ratio: share of the reusable tokens that is recomputed, 0–1.
         selector: name of what chooses them, see docs/rules.md, or a path to a file with a selector.
         selector_options: its options, by name.
         check_layers: layers at which tokens are chosen, increasing, from 1; before the first, all are computed.
@@ -76,8 +73,8 @@ class BlendConfig:
         seed: for selectors that draw at random.
     """
 
-    recompute_ratio: float = 0.12
-    selector: str = "expected-error"
+    recompute_ratio: float = 0.15
+    selector: str = "stored-importance"
     selector_options: Mapping[str, Any] = field(default_factory=Options)
     check_layers: tuple[int, ...] = (1,)
     layer_ratios: tuple[float, ...] | None = None
@@ -212,16 +209,6 @@ class BlendConfig:
             if name not in names:
                 raise ConfigError(f"BlendConfig has no field {name!r}. {suggest(str(name), names)}")
         return cls(**values)
-
-
-def default_config(*, is_blind: bool = False, **settings: Any) -> BlendConfig:
-    """The config where none is given; with `is_blind` its selector does not ask the question.
-
-    So it is over a store that loads chunks in part, which a look at all of them would load whole, and in the server,
-    where requests with the same documents share what was blended.
-    """
-    blind = {"selector": BLIND_SELECTOR, "recompute_ratio": BLIND_RATIO} if is_blind else {}
-    return BlendConfig(**{**blind, **settings})
 
 
 def _device_name(device: int | str) -> int | str:

@@ -20,7 +20,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from . import plugins
 from .cache.blend_cache import BlendCache
-from .config import BlendConfig, default_config
+from .config import BlendConfig
 from .errors import ConfigError
 from .model.anatomy import KEYWORD, cache_among, cache_argument, without_cache
 from .prefill.report import BlendReport
@@ -88,8 +88,7 @@ def blended(
     Raises:
         ConfigError: a setting is refused.
     """
-    config = config or default_config(is_blind=store.loads_in_part)
-    merged = BlendConfig.from_dict({**config.to_dict(), **settings})
+    merged = BlendConfig.from_dict({**(config or BlendConfig()).to_dict(), **settings})
     chosen = None
     if sparse is not None:
         chosen = plugins.extension("sparse.config").parsed(sparse)

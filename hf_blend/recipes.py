@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from . import plugins
-from .config import BlendConfig, default_config
+from .config import BlendConfig
 from .errors import ConfigError
 from .store.tiers.base import EntryFault, as_fault
 from .store.tiers.disk import read_json, write_json
@@ -36,16 +36,16 @@ class Recipe:
     settings: Mapping[str, Any]
     source: str
 
-    def config(self, *, is_blind: bool = False, **settings: Any) -> BlendConfig:
-        """Give the config, with settings that override the recipe's; `is_blind` as in `default_config`.
+    def config(self, **settings: Any) -> BlendConfig:
+        """Give the config, with settings that override the recipe's.
 
         Raises:
             ConfigError: a setting is refused.
         """
-        return default_config(is_blind=is_blind, **{**self.settings, **settings})
+        return BlendConfig(**{**self.settings, **settings})
 
     def needs_question(self) -> bool:
-        """Return True if what its selector chooses depends on the question; of the default there is one for both."""
+        """Return True if its selector runs the question over all stored KV before it chooses."""
         name = self.settings.get("selector")
         if name is None:
             return False

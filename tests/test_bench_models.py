@@ -53,11 +53,11 @@ def test_name_says_whether_it_is_shape_and_dtype_is_known(model_folder):
         timed_model("tiny", "float23", "cpu")
 
 
-WAITS = {"kv-deviation": 3, "boundary": 3, "expected-error": 3}  # ids, what the model is, does layer 0 fit the store
+WAITS = dict.fromkeys(("kv-deviation", "boundary", "expected-error", "stored-importance"), 3)  # ids, author, layer 0
 KERNELS = {"expected-error": 2.4}  # of a stock prefill; its probe is a second forward
 
 
-@pytest.mark.parametrize("selector", slow_but("kv-deviation", "expected-error", among=WAITS))
+@pytest.mark.parametrize("selector", slow_but("kv-deviation", "stored-importance", among=WAITS))
 def test_layer_launches_hardly_more_kernels_than_stock_one_however_many_chunks_there_are(selector):
     plan = OverheadPlan(tokens=160, short_tokens=32, chunks=(2, 16), settings=((selector, 0.15),), rounds=1)
     few, many = measure_overhead(plan)["rows"]

@@ -9,7 +9,6 @@ import os
 import pytest
 
 from hf_blend import BlendCache, BlendConfig, ChunkStore
-from hf_blend.config import BLIND_SELECTOR
 from hf_blend.model.identity import fingerprint
 from hf_blend.recipes import DEFAULT, Recipe, Recipes
 from tests.asking import PIECES, prefilled
@@ -109,14 +108,13 @@ def test_recipe_that_is_no_regular_file_is_left_out_and_named(replace, tmp_path,
     assert path.name in caplog.text
 
 
-def test_store_in_memory_keeps_recipe_and_one_in_part_asks_no_question(shared_model):
+def test_store_in_memory_keeps_recipe(shared_model):
     model = shared_model()
     store = ChunkStore.open("memory://")
     assert not store.recipes
     store.recipes.put(fingerprint(model), TUNED)
     assert BlendCache(model, store).config.selector == "boundary"
     assert not ChunkStore.open("memory://").recipes
-    assert BlendCache(model, ChunkStore.open("memory://", partial=0.5)).config.selector == BLIND_SELECTOR
 
 
 def test_file_that_folder_names_is_never_run(shared_model, tmp_path, caplog):

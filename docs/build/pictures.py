@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 
 from svg import INK, THEMED, Line, line_chart, page
-from tables import DEFAULT, MODELS, REUSE, load_result, robust_rows
+from tables import LOOKING, MEASURED, MODELS, REUSE, load_result, robust_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "pictures"
@@ -64,13 +64,13 @@ def speed() -> str:
 
 
 def gain() -> str:
-    """What reuse and the default leave of the error, and when their first token comes: two bars for each model."""
+    """What reuse and a rule leave of the error, and when their first token comes: two bars for each model."""
     found = {key: rows for key, rows in robust_rows(load_result("robust")).items() if key[1] == "hotpotqa"}
     parts = []
     y = 40
     for (model, _), rows in found.items():
         parts.append(f'<text x="10" y="{y + 14}" font-weight="bold">{MODELS[model]}</text>')
-        for place, (name, key) in enumerate((("reuse", REUSE), ("default", DEFAULT))):
+        for place, (name, key) in enumerate((("reuse", REUSE), (LOOKING, MEASURED))):
             row = rows[key]
             top = y + 22 + 26 * place
             width = max(2, round(330 * row["kl"]))

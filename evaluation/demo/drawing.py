@@ -107,7 +107,7 @@ def figure(
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width">'
-        f"<title>{heading}</title><style>{css}</style></head><body><main class=\"hb-figure\"><h1>{heading}</h1>"
+        f'<title>{heading}</title><style>{css}</style></head><body><main class="hb-figure"><h1>{heading}</h1>'
         f"{status(state.status)}{''.join(panels(state))}{marked(state)}</main></body></html>\n"
     )
 

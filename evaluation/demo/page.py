@@ -161,9 +161,7 @@ def _form(gradio: Any, demo: Demo, state: DemoState) -> None:
     taken.then(ask, inputs, outputs, **private, **QUEUE)
 
 
-def _request(
-    documents: str | None, question: str | None, ratio: float | None, selector: str | None
-) -> DemoRequest:
+def _request(documents: str | None, question: str | None, ratio: float | None, selector: str | None) -> DemoRequest:
     """What is asked, by the values of the controls, which may be empty."""
     return DemoRequest(documents or "", question or "", float(ratio or 0.0), selector or BlendConfig.selector)
 

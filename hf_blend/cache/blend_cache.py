@@ -106,7 +106,7 @@ class BlendCache(GuardedCache):
         refuse_wrapper(model)
         is_given = config is not None or "selector" in settings
         recipe = Recipe({}, "given by the caller") if is_given else store.recipe(model)
-        config = config or recipe.config(is_blind=store.loads_in_part)
+        config = config or recipe.config()
         self.config = config = BlendConfig.from_dict({**config.to_dict(), **settings})
         began_s = time.perf_counter()
         structure_of(model)  # drops what is remembered of the model if it is another at a glance
