@@ -13,7 +13,8 @@ from . import plugins
 from .errors import ConfigError, suggest
 from .recipes import DEFAULT, Recipe, Recipes
 from .store.chunk import ChunkKey
-from .store.opening import Limits, is_remote, open_tiers
+from .store.memory import MemoryCache, default_memory_bytes
+from .store.opening import check_caps, is_remote, open_tiers
 from .store.store import Store
 
 __all__ = ["ChunkStore"]
@@ -66,8 +67,7 @@ class ChunkStore(Store):
             ConfigError: an argument is out of range, or the location is of a kind that does not exist.
             StoreError: nothing can be kept at the location.
         """
-        limits = Limits(memory_bytes, disk_bytes)
-        limits.check()
+        check_caps(memory_bytes=memory_bytes, disk_bytes=disk_bytes)
         if durability not in _DURABILITIES:
             raise ConfigError(f"no durability named {durability!r}. {suggest(str(durability), _DURABILITIES)}")
         plugins.load("store.codecs", codec)
@@ -78,12 +78,12 @@ class ChunkStore(Store):
                 "a disk. Give a directory, and remote=URL."
             )
         tiers = open_tiers(location, remote, durable=durability == "full")
-        memory = limits.memory()
+        memory_bytes = default_memory_bytes() if memory_bytes is None else memory_bytes
+        cap_bytes = disk_bytes
         if parts is not None and not any(tier.is_local for tier in tiers):  # blocks are bytes, in memory too
-            limits = replace(limits, tier_bytes=memory.cap_bytes)
-            memory = replace(limits, memory_bytes=0).memory()
+            memory_bytes, cap_bytes = 0, memory_bytes
             tiers = [plugins.load("store.tiers", "memory")()]
-        opened = cls(memory, tiers, namespace=namespace, limits=limits, codec=codec)
+        opened = cls(MemoryCache(memory_bytes), tiers, namespace=namespace, cap_bytes=cap_bytes, codec=codec)
         root = opened.folder
         opened.recipes = Recipes(root / "recipes" if root else None)
         if parts is not None:

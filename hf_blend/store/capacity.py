@@ -2,16 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much a tier may hold, and which objects leave so that more fit."""
 
+import contextlib
 import errno
 import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Iterator
 
+from .index import logged_bytes
 from .memory import StoreStats
 from .tiers.base import ObjectStat, Tier
+from .tiers.disk import DiskTier
 
 logger = logging.getLogger(__name__)
 _MANY = 1000  # objects: of so many some more leave than have to, since each time all are listed
@@ -23,26 +25,17 @@ class Capacity:
     """The cap of one tier, all namespaces together. Threads may share it.
 
     The tier is counted when the first object is put, and again every few seconds while objects are put, so several
-    processes together may pass the cap by what they put in between. As long as `estimate`, which is cheap and never
-    too low, stays below the cap it is taken for the count. `cap_bytes` is None where there is none; `spare_folder`
-    makes it what the tier holds at first and half of what is free there.
+    processes together may pass the cap by what they put in between. On disk the sum of what the logs know of, which is
+    cheap and never too low, is taken for the count as long as it stays below the cap. Without a cap any number of
+    bytes may be there; on disk it is then what the tier holds at first and half of what is free.
     """
 
-    def __init__(
-        self,
-        tier: Tier,
-        stats: StoreStats,
-        cap_bytes: int | None,
-        spare_folder: Path | None = None,
-        estimate: Callable[[], int] | None = None,
-    ) -> None:
+    def __init__(self, tier: Tier, stats: StoreStats, cap_bytes: int | None) -> None:
         self.tier = tier
         self._stats = stats
         self._cap_bytes = cap_bytes
-        self._spare_folder = spare_folder
-        self._estimate = estimate
+        self._root = tier.root if isinstance(tier, DiskTier) else None
         self._nbytes = 0
-        self._in_flight_bytes = 0
         self._count_again_s = -1.0
         self._lock = threading.RLock()
 
@@ -54,35 +47,34 @@ class Capacity:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes are there, with those that are being written."""
+        """How many bytes are there."""
         self._count(exactly=True)
-        return self._nbytes + self._in_flight_bytes
+        return self._nbytes
 
     @property
     def is_bounded(self) -> bool:
         """Whether anything is ever evicted."""
-        return self._cap_bytes is not None or self._spare_folder is not None
+        return self._cap_bytes is not None or self._root is not None
 
     def use(self, name: str, stat: ObjectStat) -> None:
         """Record that an object is used now."""
         if self.is_bounded:
             self.tier.set_used(name, stat, time.time())
 
-    def reserve(self, nbytes: int) -> None:
-        """Make room for bytes that are about to come, and count them; raises OSError(ENOSPC) if they can never fit."""
+    @contextlib.contextmanager
+    def room(self, nbytes: int) -> Iterator[None]:
+        """Make room for what a block writes, one block after the other; OSError(ENOSPC) if it can never fit."""
+        if not self.is_bounded:
+            yield
+            return
         with self._lock:
             self._count()
             if self._cap_bytes is not None:
-                if nbytes + self._in_flight_bytes > self._cap_bytes:
+                if nbytes > self._cap_bytes:
                     raise OSError(errno.ENOSPC, f"{nbytes} bytes do not fit: {self._cap_bytes} bytes may be kept")
-                self._evict_to(self._cap_bytes - self._in_flight_bytes - nbytes)
-            self._in_flight_bytes += nbytes
-
-    def settle(self, nbytes: int, *, stored: bool) -> None:
-        """Report what became of reserved bytes."""
-        with self._lock:
-            self._in_flight_bytes -= nbytes
-            self._nbytes += nbytes if stored else 0
+                self._evict_to(self._cap_bytes - nbytes)
+            yield
+            self._nbytes += nbytes
 
     def removed(self, nbytes: int) -> None:
         """Report that an object was removed."""
@@ -122,14 +114,13 @@ class Capacity:
         if not exactly and (began_s < self._count_again_s or not self.is_bounded):
             return
         with self._lock:
-            estimate = None if exactly or self._estimate is None else self._estimate()
+            estimate = None if exactly or self._root is None else logged_bytes(self._root / "index")
             if estimate is None or (self._cap_bytes is not None and estimate > self._cap_bytes):
                 self._list()
             else:
                 self._nbytes = estimate
-            if self._spare_folder is not None:
-                self._cap_bytes = self._nbytes + shutil.disk_usage(self._spare_folder).free // 2
-                self._spare_folder = None
+            if self._cap_bytes is None and self._root is not None:
+                self._cap_bytes = self._nbytes + shutil.disk_usage(self._root).free // 2
             now_s = time.monotonic()
             self._count_again_s = now_s + max(_COUNT_EVERY_S, 20 * (now_s - began_s))
 

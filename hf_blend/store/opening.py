@@ -4,36 +4,20 @@
 
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from .. import plugins
 from ..errors import ConfigError, StoreError
-from .memory import MemoryCache, default_memory_bytes
 from .tiers.base import Tier
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Caps of a store, as `ChunkStore.open` takes them; `tier_bytes` is for a tier that is not on disk."""
-
-    memory_bytes: int | None = None
-    disk_bytes: int | None = None
-    tier_bytes: int | None = None
-
-    def check(self) -> None:
-        """Refuse a limit below 0 (ConfigError)."""
-        for name in ("memory_bytes", "disk_bytes"):
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, int | float) and value >= 0):
-                raise ConfigError(f"{name} is {value!r}, expected 0 or more. Leave it out for the default.")
-
-    def memory(self) -> MemoryCache:
-        """Make the cache of chunks ready to use."""
-        cap_bytes = default_memory_bytes() if self.memory_bytes is None else self.memory_bytes
-        return MemoryCache(cap_bytes)
+def check_caps(**caps: int | None) -> None:
+    """Refuse a cap below 0 (ConfigError)."""
+    for name, value in caps.items():
+        if value is not None and not (isinstance(value, int | float) and value >= 0):
+            raise ConfigError(f"{name} is {value!r}, expected 0 or more. Leave it out for the default.")
 
 
 def open_tiers(location: str | Path | None, remote: str | None, *, durable: bool) -> list[Tier]:

@@ -19,9 +19,8 @@ from ..errors import StoreError
 from .capacity import Capacity
 from .chunk import ChunkKey, ChunkKV, ChunkSpan, Layout
 from .entry import EntryFormat, PackedChunk, hash_namespace, read_key
-from .index import ChunkIndex, Listed, logged_bytes
+from .index import ChunkIndex, Listed
 from .memory import MemoryCache, StoreStats
-from .opening import Limits
 from .order import longest_chain
 from .stream import LayerReader, StreamReader
 from .tiers.base import BytesSource, EntryFault, Source, Tier
@@ -91,7 +90,7 @@ class Store:
         tiers: Sequence[Tier] = (),
         *,
         namespace: str = "",
-        limits: Limits = Limits(),  # noqa: B008 (frozen)
+        cap_bytes: int | None = None,
         codec: str = "raw",
     ) -> None:
         self.namespace = namespace
@@ -104,7 +103,9 @@ class Store:
         self.memory = memory or MemoryCache(0)
         self.memory.stats = self.counts
         self.tiers = tuple(tiers)
-        self.capacities = {tier.name: self._capacity(tier, limits) for tier in self.tiers}
+        self.capacities: dict[str, Capacity] = {}
+        for tier in self.tiers:
+            self.capacities[tier.name] = Capacity(tier, self.counts, cap_bytes if tier.is_local else None)
         self._space = hash_namespace(namespace)[:16]
         disk = next((tier for tier in self.tiers if isinstance(tier, DiskTier)), None)
         self.folder = disk.root if disk else None  # on this machine
@@ -432,13 +433,6 @@ class Store:
                 digests.update(name[-64:] for name in tier.names(f"{self._space}/"))
         return len(digests)
 
-    def _capacity(self, tier: Tier, limits: Limits) -> Capacity:
-        if not isinstance(tier, DiskTier):
-            return Capacity(tier, self.counts, limits.tier_bytes)
-        spare_folder = tier.root if limits.disk_bytes is None else None
-        folder = tier.root / "index"
-        return Capacity(tier, self.counts, limits.disk_bytes, spare_folder, lambda: logged_bytes(folder))
-
     def _refuse_fork(self) -> None:
         if os.getpid() != self._pid:
             raise StoreError(
@@ -492,9 +486,7 @@ class Store:
         """Make room, then write; on a full device once more, after as much was evicted as is needed."""
         capacity, nbytes = self.capacities[tier.name], sum(map(len, parts))
         name = self.name(key.digest)
-        capacity.reserve(nbytes)
-        is_stored = False
-        try:
+        with capacity.room(nbytes):
             self.index.add([Listed(key, nbytes, time.time())])  # first: no entry is without a row
             try:
                 tier.put(name, parts)
@@ -502,10 +494,7 @@ class Store:
                 if error.errno not in _FULL or not capacity.shrink(max(0, capacity.nbytes - 2 * nbytes)):
                     raise
                 tier.put(name, parts)
-            is_stored = True
             self.index.touch()
-        finally:
-            capacity.settle(nbytes, stored=is_stored)
 
     def _delete(self, tier: Tier, name: str) -> bool:
         stat = tier.stat(name) if tier.is_local else None

@@ -123,9 +123,7 @@ def test_collect_shrinks_every_namespace_to_target_and_removes_orphans(tmp_path,
 
 
 def test_memory_tier_of_bytes_is_bounded_too(chunk, entry_bytes):
-    from hf_blend.store.opening import Limits
-
-    store = ChunkStore(None, [MemoryTier()], limits=Limits(tier_bytes=2 * entry_bytes))
+    store = ChunkStore(None, [MemoryTier()], cap_bytes=2 * entry_bytes)
     for number in range(5):
         store.put(chunk((5, number)))
     assert numbers(store) == [3, 4]
