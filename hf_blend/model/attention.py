@@ -266,9 +266,6 @@ def _attend_block(
     batch, heads, rows, width = query.shape
     kv_heads = key.shape[1]
     group = heads // kv_heads
-    is_shared = batch > 1 and key.stride(0) == value.stride(0) == 0  # the entries of the batch are the same memory
-    if is_shared and lines.shape[1] == 1:
-        return _attend_shared(query, key[:1], value[:1], lines.bias(block, query.dtype, group), dropout, scale)
     if group == 1 or lines.shape[1] > 1:
         bias = lines.bias(block, query.dtype)
         done = scaled_dot_product_attention(query, key, value, bias, dropout, scale=scale, enable_gqa=group > 1)
@@ -283,21 +280,6 @@ def _attend_block(
     bias = lines.bias(block, query.dtype, group)
     done = scaled_dot_product_attention(folded, key, value, bias, dropout, scale=scale)
     return done.view(batch, kv_heads, group, rows, -1)
-
-
-def _attend_shared(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, dropout: float, scale: float | None
-) -> Tensor:
-    """A batch over one entry's keys: all its queries are rows of that entry, so that a key is read once for all.
-
-    Attention over a shared prefix as in Hydragen (https://arxiv.org/abs/2402.05099), section 3.2.
-    Differs: what only one sequence has is among the same keys and hidden from the others, so nothing is put together.
-    """
-    (batch, heads, rows, width), kv_heads = query.shape, key.shape[1]
-    folded = query.reshape(batch, kv_heads, -1, width).transpose(0, 1).reshape(1, kv_heads, -1, width)
-    bias = bias.reshape(1, 1, folded.shape[2], key.shape[2])
-    done = scaled_dot_product_attention(folded, key, value, bias, dropout, scale=scale)
-    return done.view(kv_heads, batch, heads // kv_heads, rows, -1).transpose(0, 1)
 
 
 def row_lines(
@@ -346,12 +328,6 @@ def register_attention(name: str) -> None:
     AttentionInterface.register(name, function)
     if ALL_ATTENTION_FUNCTIONS.get(name) is not function:  # the user's own function is there
         ALL_ATTENTION_FUNCTIONS[name] = function
-
-
-def stock_function(name: str) -> AttentionFn | None:
-    """The function that transformers or the user has under a name; None where models bring their own."""
-    function = ALL_ATTENTION_FUNCTIONS.get(name)
-    return getattr(function, "stock", function)
 
 
 @lru_cache(maxsize=256)

@@ -43,6 +43,7 @@ from .checks import (
     FLOORS,
     KV,
     LOGITS,
+    PASSED,
     PROBING,
     CheckedModel,
     CheckResult,
@@ -51,13 +52,12 @@ from .checks import (
     allowed_of,
     check,
     ensure_passed,
-    has_passed,
     inconclusive,
-    is_tested,
     model_probe,
     norm_error,
     relative_error,
     set_passed,
+    verdict_of,
     violations,
 )
 from .facts import read_facts, write_facts
@@ -258,13 +258,13 @@ def ensure_trusted(
     """
     with PROBING:
         subject = CheckedModel(model, make_cache)
-        is_new = folder is not None and not is_extended(model) and not is_tested(subject, BLEND)
+        is_new = folder is not None and not is_extended(model) and verdict_of(subject, BLEND) is None
         if is_new and read_facts(model, folder):
             set_passed(subject, BLEND)
             is_new = False
         styles = rotary_styles(model)
         ensure_passed(subject, BLEND, allow_unverified)
-        if is_new and has_passed(subject, BLEND):
+        if is_new and verdict_of(subject, BLEND) == PASSED:
             cached_prefix(model)  # the first chunk that is computed asks for it
             write_facts(model, folder)
     return styles

@@ -284,15 +284,9 @@ class CheckedModel:
         return norm_error(logits[:, -expected.shape[1] :].float(), expected)
 
 
-def is_tested(subject: CheckedModel, use: Use) -> bool:
-    """Whether `ensure_passed` runs nothing for a model as it is now: it did, or is doing it."""
-    model = subject.model
-    return use.name in _testing.get(model, ()) or _state(subject, use) in _complaints.get(model, {})
-
-
-def has_passed(subject: CheckedModel, use: Use) -> bool:
-    """Whether nothing is wrong with a use of a model as it is now, as far as is known."""
-    return _complaints.get(subject.model, {}).get(_state(subject, use)) == PASSED
+def verdict_of(subject: CheckedModel, use: Use) -> tuple[str, bool] | None:
+    """The verdict on a use of a model as it is now, `PASSED` where nothing is wrong; None: it was not tested."""
+    return _complaints.get(subject.model, {}).get(_state(subject, use))
 
 
 def set_passed(subject: CheckedModel, use: Use) -> None:
