@@ -104,9 +104,10 @@ def test_further_prompt_is_refused_where_model_would_ignore_state():
     model = tiny_model("jamba")
     cache, inputs = prepared(model, pieces(), recompute_ratio=1.0)
     first = generated(model, inputs, cache)
-    more = torch.cat((first, torch.tensor([[7, 9, 11]])), dim=1)
+    new = torch.tensor([[7, 9, 11]])
+    more = torch.cat((first, new), dim=1)
     with pytest.raises(ConfigError, match="the code of jamba models takes the states"):
-        generated(model, {"input_ids": more}, cache)
+        model(new, past_key_values=cache)
     again = cache.inputs(None, prefix=first[0], chunks=[], question=[7, 9, 11])
     assert torch.equal(again["input_ids"], more)
     as_stock(model, again, cache)

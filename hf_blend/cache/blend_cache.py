@@ -494,6 +494,11 @@ class BlendCache(GuardedCache):
         """Whether the next forward is known to bring stored chunks."""
         return self.state.pending.batch is not None
 
+    @property
+    def is_prompt(self) -> bool:
+        """Whether the forward that runs, or ran last, brings a prompt, and not the tokens of a decoding step."""
+        return self._forwards.is_prompt
+
     def __bool__(self) -> bool:
         """Whether there is anything in the cache; some models drop a cache that is true too early."""
         return super().get_seq_length() > 0

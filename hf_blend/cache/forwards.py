@@ -46,13 +46,14 @@ class CacheForwards:
 
     Attributes:
         is_running: a forward with the cache was announced, and has not ended.
+        is_prompt: the last one that was announced brought a prompt, and no step or round of assisted decoding.
         prefill: what the hooks in the layers call while a forward reuses stored chunks; else None.
     """
 
     def __init__(self, cache: Any, state: BlendState) -> None:
         """Watch a model until the cache is gone."""
         self.state = state
-        self.is_running = False
+        self.is_running = self.is_prompt = False
         self.prefill: Prefill | None = None  # a `ProbePass` while a probe runs
         # Of the forward that runs: tokens before it, those that it brings, and what is restored if it fails
         self._past = self._width = 0
@@ -67,13 +68,13 @@ class CacheForwards:
         self.settle()
         self._past = past = state.kv.length
         self._before = state.pending, state.report, state.is_prompt_open
-        is_expected = self._refuse(arguments)
+        self._refuse(arguments)
         request = Request.parse(arguments, state.model, past, state.pending)
         state.info.refuse_tokens(request.width, past)
         if request.rows and not request.fallback_reason:
             self._begin_blended(arguments, request, began_s)
         else:
-            self._begin_plain(request, is_expected)
+            self._begin_plain(request)
         self._width = request.width
         state.is_prompt_open = not past or (state.is_prompt_open and request.width > 1)
         state.is_inference = state.is_inference or torch.is_inference_mode_enabled()
@@ -170,19 +171,20 @@ class CacheForwards:
                 "model that it was made for, or make one for the other: BlendCache(model, store)."
             )
 
-    def _refuse(self, arguments: dict[str, Any]) -> bool:
-        """Refuse what every cache refuses; returns whether the new tokens are those that are expected next."""
-        state, ids = self.state, arguments.get("input_ids")
+    def _refuse(self, arguments: dict[str, Any]) -> None:
+        """Refuse what every cache refuses."""
+        state, past, ids = self.state, self._past, arguments.get("input_ids")
         cache = next(value for value in arguments.values() if isinstance(value, GuardedCache))
         begins_turn, cache.begins_turn = cache.begins_turn, False
-        is_prompt = begins_turn or ids is None or ids.shape[1] > 1
-        is_expected = is_prompt and state.pending.expects(ids, self._past)
+        is_step = ids is not None and ids.shape[1] == 1 and not begins_turn
+        is_expected = past > 0 and not is_step and state.pending.expects(ids, past)
+        self.is_prompt = not past or begins_turn or is_expected or not (is_step or state.is_recording)
         refuse(
             CacheCall(
                 model=state.model,
                 layers=state.info.layers,
                 arguments=arguments,
-                past=self._past,
+                past=past,
                 past_rows=state.kv.batch_size,
                 kv=state.kv.all,
                 begins_turn=begins_turn,
@@ -191,7 +193,6 @@ class CacheForwards:
                 advice=ASK_AGAIN,
             )
         )
-        return is_expected
 
     def _set_author(self, past: int) -> Author:
         """Make the model as it is now the author of new K and V; ConfigError if another computed the `past` tokens."""
@@ -204,7 +205,7 @@ class CacheForwards:
         self._snapshots = state.kv.snapshots()
         return author
 
-    def _begin_plain(self, request: Request, is_expected: bool) -> None:
+    def _begin_plain(self, request: Request) -> None:
         """Every token is computed: record the tokens, report why nothing is reused."""
         state, reason, pending = self.state, request.fallback_reason, self.state.pending
         if not request.past or (request.width > 1 and not state.is_recording):
@@ -221,7 +222,7 @@ class CacheForwards:
             warn_once(NOTHING_REUSED + reason)
         if is_reported or pending.is_begun:
             state.report.prompt_tokens += request.real_tokens()
-        state.pending = pending.behind(request) if is_expected else PendingPrompt()
+        state.pending = pending.behind(request)
 
     def _begin_blended(self, arguments: dict[str, Any], request: Request, began_s: float) -> None:
         """Find the chunks of a forward, compute missing ones, and enter the layers if there are any."""

@@ -146,6 +146,17 @@ def _other_mask(call: CacheCall) -> str:
     )
 
 
+def _other_width(call: CacheCall) -> str:
+    positions = call.arguments.get("position_ids")
+    _, columns = call.shape
+    if not isinstance(positions, Tensor) or not columns or positions.shape[-1] == columns:
+        return ""
+    return (
+        f"position_ids has the shape {tuple(positions.shape)}, but {columns} tokens came: generate counts them along "
+        "the attention_mask. Pass both for all tokens, or neither."
+    )
+
+
 def _other_rows(call: CacheCall) -> str:
     rows, _ = call.shape
     if not call.past_rows or rows == call.past_rows:
@@ -232,6 +243,7 @@ REFUSALS = (
     (PromptError, _not_single),
     (PromptError, _from_start),
     (PromptError, _unknown_beginning),
+    (PromptError, _other_width),
     (PromptError, _other_positions),
     (PromptError, _other_mask),
     (PromptError, _other_rows),

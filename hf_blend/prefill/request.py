@@ -139,8 +139,9 @@ class PendingPrompt:
 
     def behind(self, request: Request) -> "PendingPrompt":
         """What is pending behind a forward that computed the next tokens of these prompts without chunks."""
+        is_next = self.batch is not None and self.expects(request.ids, request.past)
         is_done = self.batch is None or request.past + request.width >= self.batch.input_ids.shape[1]
-        return PendingPrompt() if is_done else replace(self, is_begun=True, runs=())
+        return replace(self, is_begun=True, runs=()) if is_next and not is_done else PendingPrompt()
 
     def rows(self, request: Request) -> tuple[list[PromptRow], "PendingPrompt"]:
         """For each row of a forward the prompt that it continues; and what is pending after this forward."""

@@ -64,7 +64,7 @@ class SparseSession:
 
     def begin_step(self, tokens: int) -> bool:
         """Called when a forward with so many new tokens begins. True if it is to be sparse."""
-        is_off = self._cache.is_expecting or self.config.share == 1
+        is_off = self._cache.is_prompt or self.config.share == 1
         if not is_off:
             self.settle_speculation()
             past = self.length

@@ -1,0 +1,459 @@
+# SPDX-FileCopyrightText: 2026 The hf_blend authors
+# SPDX-License-Identifier: Apache-2.0
+"""Every option of `generate` × every cache × the turns of a conversation: each cell is stock's, or refused by name.
+
+The oracle is stock transformers with a `DynamicCache` that holds the same tokens. Compared is all that comes back:
+ids, logits, scores, hidden states, attentions. `REFUSED` says what is refused, by which words; a cell in no line of it
+is equal. What stock refuses by a ValueError is refused by a ValueError. Behind the turns a greedy one shows that
+nothing is left over.
+"""
+
+import copy
+import inspect
+import re
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cache as remembered
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from transformers import CompileConfig, DynamicCache, GenerationConfig, GenerationMixin, LogitsProcessor
+from transformers.generation import StoppingCriteria
+
+from hf_blend import BlendCache, ChunkStore, SequenceCache, ShiftCache, self_extend, sparse_decoding
+from hf_blend.errors import HfBlendError
+from tests.chat_templates import small_tokenizer
+from tests.conftest import random_ids, shared_zoo_model
+
+PLAIN = {
+    "max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "return_dict_in_generate": True,
+    "output_logits": True,
+}  # fmt: skip
+TOLERANCE = 2e-5  # of values of size 1, float32
+NOISE = 5e-2  # of the first logits over K and V in 8 bits
+AWAY = TemporaryDirectory()
+
+
+# Caches
+
+
+def extended(model, *_):
+    return self_extend(model, trained_tokens=64, max_tokens=512)
+
+
+def sparse(model, cache):
+    return sparse_decoding(model, cache, share=0.999, block_tokens=8, min_tokens=0)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A cache: of which model, with which settings, and what is around its calls (`extended`: around stock's, too)."""
+
+    model_type: str
+    settings: dict = field(default_factory=dict)
+    layer_types: tuple = ()
+    fields: dict = field(default_factory=dict)
+    attention: str = "sdpa"
+    cache: type = BlendCache
+    partial: float | None = None
+    around: Any = nullcontext
+
+    @property
+    def model(self):
+        fields = {**self.fields, **({"layer_types": [*self.layer_types]} if self.layer_types else {})}
+        return shared_zoo_model(self.model_type, self.attention, num_hidden_layers=2, **fields)
+
+    def make(self):
+        if self.cache is not BlendCache:
+            return self.cache(self.model)
+        return BlendCache(self.model, store_of(self.partial), recompute_ratio=1.0, selector="ramp", **self.settings)
+
+    def entered(self, cache):
+        return nullcontext() if self.around is nullcontext else self.around(self.model, cache)
+
+
+@remembered
+def store_of(partial):
+    return ChunkStore.open(f"{AWAY.name}/store" if partial else "memory://", partial=partial)
+
+
+# all tokens: where scores of an indexer tie, sums in another order choose another token, in stock as well
+INDEXED = {"first_k_dense_replace": 2, "index_n_heads": 2, "index_topk": 512}
+OFFLOADED = {"kv_device_map": {0: "cpu", 1: "disk"}, "offload_folder": AWAY.name}
+KINDS = {
+    "BlendCache": Kind("llama"),
+    "kv_bits": Kind("llama", {"kv_bits": 8}),
+    "kv_device_map": Kind("llama", OFFLOADED),
+    "partial": Kind("llama", partial=1.0),
+    "sparse_decoding": Kind("llama", around=sparse),
+    "windows": Kind("gemma3_text", layer_types=("sliding_attention", "full_attention"), attention="eager"),
+    "convolution": Kind("lfm2", layer_types=("conv", "full_attention")),
+    "linear attention": Kind("qwen3_next", layer_types=("linear_attention", "full_attention")),
+    "indexer": Kind("deepseek_v32", attention="eager", fields=INDEXED),
+    "SequenceCache": Kind("llama", attention="eager", cache=SequenceCache),
+    "ShiftCache": Kind("llama", cache=ShiftCache),
+    "SequenceCache in self_extend": Kind("llama", cache=SequenceCache, around=extended),
+    "BlendCache in self_extend": Kind("llama", around=extended),
+}
+SINGLE = ("SequenceCache", "ShiftCache", "SequenceCache in self_extend")
+
+
+# Options
+
+
+class Louder(LogitsProcessor):
+    """Changes the scores."""
+
+    def __call__(self, input_ids, scores):
+        return scores * torch.linspace(0.5, 1, scores.shape[1])
+
+
+class Every(StoppingCriteria):
+    """Stops at every seventh token."""
+
+    def __call__(self, input_ids, scores, **_):
+        return torch.full((len(input_ids),), input_ids.shape[1] % 7 == 0)
+
+
+class Streamer(list):
+    """Notes what it is given."""
+
+    def put(self, value):
+        self.append(value.flatten().tolist())
+
+    def end(self):
+        pass
+
+
+def without_cache(model, given):
+    config = copy.deepcopy(model.generation_config)
+    config.use_cache = False
+    return {"generation_config": config}
+
+
+def assistant(**more):
+    return lambda model, given: {"assistant_model": shared_zoo_model("llama", seed=3, num_hidden_layers=1), **more}
+
+
+def embeddings(model, given):
+    return {"inputs_embeds": model.get_input_embeddings()(given["input_ids"]).detach()}
+
+
+def negative(model, given):
+    ids = torch.tensor([[0, 5, 6, 7]]).repeat(len(given["input_ids"]), 1)
+    return {"guidance_scale": 1.5, "negative_prompt_ids": ids, "negative_prompt_attention_mask": ids.clamp_max(1)}
+
+
+def masked(columns):
+    def change(model, given):
+        mask = given["attention_mask"]
+        longer = torch.cat([mask, mask.new_ones(len(mask), max(columns, 0))], 1)
+        return {"attention_mask": longer[:, : mask.shape[1] + columns]}
+
+    return change
+
+
+def positioned(by):
+    return lambda model, given: {"position_ids": (given["attention_mask"].cumsum(-1) - 1).clamp_min(0) + by}
+
+
+def allowed(batch, ids):
+    return [*range(3, 90)]
+
+
+SAMPLED = {"do_sample": True, "temperature": 1.3}
+OPTIONS = {
+    "greedy": {},
+    "use_cache": {"use_cache": False},
+    "use_cache of a config": without_cache,
+    "prompt lookup": {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 2},
+    "assistant": assistant(num_assistant_tokens=2, num_assistant_tokens_schedule="constant"),
+    "assistant that samples": assistant(assistant_confidence_threshold=0.1, assistant_ensemble_weight=0.5, **SAMPLED),
+    "early exit": {"assistant_early_exit": 1},
+    "beams": {"num_beams": 3, "early_stopping": True, "length_penalty": 1.2},
+    "beams returned": {"num_beams": 2, "num_return_sequences": 2},
+    "beams that sample": {"num_beams": 2, **SAMPLED},
+    "samples": {"num_return_sequences": 2, **SAMPLED},
+    "sampling": {
+        "top_k": 30, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.9, "epsilon_cutoff": 3e-4, "eta_cutoff": 3e-4,
+        **SAMPLED,
+    },
+    "sampling by entropy": {"top_h": 0.5, **SAMPLED},
+    "one token": {"max_new_tokens": 1},
+    "longest": {"max_new_tokens": None, "max_length": 300, "stopping_criteria": [Every()]},
+    "least": {"min_length": 90, "min_new_tokens": 2, "max_time": 100.0, "eos_token_id": 5},
+    "ends": {"eos_token_id": [*range(3, 60)], "bos_token_id": 1},
+    "stop_strings": lambda *_: {"stop_strings": ["a", "b"], "tokenizer": small_tokenizer("bytes")},
+    "streamer": lambda *_: {"streamer": Streamer()},
+    "processors": {"logits_processor": [Louder()], "prefix_allowed_tokens_fn": allowed},
+    "penalties": {
+        "repetition_penalty": 1.3, "encoder_repetition_penalty": 1.1, "no_repeat_ngram_size": 2,
+        "bad_words_ids": [[5, 6]],
+        "renormalize_logits": True, "forced_bos_token_id": 5, "forced_eos_token_id": 6, "remove_invalid_values": True,
+        "exponential_decay_length_penalty": (1, 1.1), "suppress_tokens": [8], "begin_suppress_tokens": [9],
+        "sequence_bias": {(10,): 2.0}, "eos_token_id": 2,
+    },
+    "watermark": {"watermarking_config": {"bias": 2.0, "greenlist_ratio": 0.4}},
+    "outputs": {"output_attentions": True, "output_hidden_states": True, "output_scores": True},
+    "ids alone": {"return_dict_in_generate": False, "output_logits": False},
+    "for other caches": {"cache_config": {}, "max_cache_len": 300},
+    "compiled": {"disable_compile": True, "compile_config": CompileConfig()},
+    "prefill_chunk_size": {"prefill_chunk_size": 20},
+    "guidance": {"guidance_scale": 1.5},
+    "guidance against": negative,
+    "custom_generate": lambda model, given: {"custom_generate": type(model)._sample},
+    "inputs_embeds": lambda model, given: {**embeddings(model, given), "input_ids": None},
+    "ids beside inputs_embeds": embeddings,
+    "longer mask": masked(4),
+    "shorter mask": masked(-3),
+    "no mask": {"attention_mask": None},
+    "position_ids": positioned(0),
+    "other position_ids": positioned(3),
+    "logits_to_keep": {"logits_to_keep": 3},
+    "packed": {"cu_seq_lens_q": torch.tensor([0, 5])},
+}  # fmt: skip
+OF_STOCK = {  # what stock refuses with any cache
+    "no new token": {"max_new_tokens": 0},
+    "cache_implementation": {"cache_implementation": "dynamic"},
+    "static": {"cache_implementation": "static"},
+    "dola": {"dola_layers": "low"},
+    "contrastive": {"penalty_alpha": 0.6, "top_k": 4},
+    "groups": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+    "words": {"force_words_ids": [[5]], "num_beams": 2},
+    "constraints": {"constraints": [], "force_words_ids": [[5]], "num_beams": 2},
+    "low_memory": {"low_memory": True, "num_beams": 2},
+    "use_mtp": {"use_mtp": True},
+    "synced_gpus": {"synced_gpus": True},
+    "unknown": {"no_such_argument": 1},
+}
+ELSEWHERE = {  # what is in no line above
+    "inputs": "the positional name of input_ids",
+    "generation_config": "the line use_cache of a config",
+    "kwargs": "the lines themselves", "self": "the model",
+    "assistant_lookbehind": "of assistants with another tokenizer", "target_lookbehind": "likewise",
+    "is_assistant": "what transformers sets for an assistant",
+    "speculation_type": "of models with layers for it",
+    "continuous_batching_config": "of generate_batch, which takes no cache",
+    "decoder_start_token_id": "of encoder-decoders", "encoder_no_repeat_ngram_size": "likewise",
+    "token_healing": "changes the prompt and not its mask: stock fails as well",
+    "pad_token_id": "in every line", "transformers_version": "no option", "_from_model_config": "no option",
+}  # fmt: skip
+
+
+ANY, ROWS = ".*", "three rows|other order"
+ALONE, STORED = "SequenceCache.*|ShiftCache", "(?!SequenceCache|ShiftCache).*"
+ASSISTED = "prompt lookup|assistant.*|early exit"
+REFUSED = [  # caches, options, turns, and the words of the refusal; the first line counts
+    (ANY, "use_cache.*", ANY, "use_cache is False"),
+    (ANY, "shorter mask", ANY, "position_ids has the shape|from position 0 on"),
+    ("BlendCache in self_extend", "(?!outputs|.*inputs_embeds|packed).*", ANY, "is inside self_extend"),
+    (ALONE, "beams.*|samples", ANY, "expects one, without padding"),
+    (ALONE, "packed", ANY, "text alone is expected"),
+    (ALONE, "other position_ids|longer mask", ANY, "Leave position_ids out"),
+    (ALONE, ".*inputs_embeds", "continued|cut", "tokens of a prompt came behind"),
+    ("windows", ANY, "cut", r"crop\(-6\) was asked"),
+    ("convolution", f"(?!{ASSISTED}).*", "cut", r"crop\(-6\) was asked"),
+    ("linear attention", f"(?!{ASSISTED}|packed).*", "cut", r"crop\(-6\) was asked"),
+    ("windows", ASSISTED, "continued", "from position 0 on"),
+    ("(?!windows|linear attention).*", ASSISTED, "continued|cut|edited", "from position 0 on"),
+    (STORED, "longer mask", ROWS, "attention_mask has the shape"),
+]
+SKIPPED = {("convolution", "early exit"): "stock fails, and leaves the model's config with a layer less"}
+ENDED = {"inputs_embeds", "ids beside inputs_embeds"}  # nobody knows the ids that a sequence holds: no oracle
+
+
+# Turns
+
+
+def cut(cache, ids):
+    cache.crop(-6)
+    return ids[:, : cache.get_seq_length()]
+
+
+def edited(cache, ids):
+    ids = ids.clone()
+    ids[:, -3] = (ids[:, -3] + 7) % 90 + 3
+    return ids
+
+
+TURNS = {
+    "first": None,
+    "continued": lambda cache, ids: ids,
+    "cut": cut,
+    "edited": edited,
+    "three rows": lambda cache, ids: ids[:1].repeat(3, 1),
+    "other order": lambda cache, ids: ids.flip(0),
+    "one row": lambda cache, ids: ids[:1],
+}
+
+
+def prompted(cache, ids, number):
+    """The inputs of a turn, by the cache itself."""
+    question = random_ids(9, number)
+    if isinstance(cache, SequenceCache):
+        if cache:
+            return dict(cache.inputs(question))
+        first = torch.tensor([[1, 4, 5, *random_ids(70, 1), *question]])
+        return {"input_ids": first, "attention_mask": torch.ones_like(first)}
+    if ids is None:
+        return dict(cache.inputs(None, prefix=[1, 4, 5], chunks=[random_ids(70, 1)], question=question))
+    chunks = [random_ids(12, 50 + number)]
+    rows = ids.tolist()
+    if len(rows) == 1:
+        return dict(cache.inputs(None, prefix=rows[0], chunks=chunks, question=question))
+    questions = [question[: 9 - row % 3] for row in range(len(rows))]
+    return dict(cache.inputs(None, prefix=rows, chunks=[chunks] * len(rows), question=questions))
+
+
+def asked(model, given, option, cache):
+    """What `generate` gives, as tensors by name."""
+    more = option(model, given) if callable(option) else option
+    more = {**PLAIN, **given, **more}
+    more = {name: value for name, value in more.items() if value is not None or name == "eos_token_id"}
+    torch.manual_seed(5)
+    output = model.generate(**more, past_key_values=cache)
+    if isinstance(output, torch.Tensor):
+        output = {"sequences": output}
+    found = {name: [*flat(value)] for name, value in output.items() if name != "past_key_values"}
+    found["stream"] = [torch.tensor(ids) for ids in more.get("streamer", ())]
+    return found
+
+
+def flat(value):
+    if isinstance(value, torch.Tensor):
+        yield value
+    for one in value if isinstance(value, tuple) else ():
+        yield from flat(one)
+
+
+@torch.no_grad()
+def stock(kind, given, held, option):
+    """What stock gives behind the first `held` columns, or the ValueError or NotImplementedError that it raises."""
+    model = kind.model
+    with kind.entered(None) if kind.around is extended else nullcontext():
+        cache = DynamicCache(config=model.config)
+        if held:
+            mask = given["attention_mask"][:, :held]
+            positions = (mask.cumsum(-1) - 1).clamp_min(0)
+            model(given["input_ids"][:, :held], attention_mask=mask, position_ids=positions, past_key_values=cache)
+        try:
+            return asked(model, given, option, cache)
+        except (ValueError, NotImplementedError) as error:
+            return error
+
+
+ANSWERS = {}
+
+
+def expected(name, kind, given, held, option):
+    """`stock`, once for all caches over one model."""
+    ids = given["input_ids"]
+    asked_ids = ids.shape, *ids.flatten().tolist(), *given["attention_mask"].flatten().tolist()
+    key = (kind.model_type, kind.attention, kind.around is extended, name, held, asked_ids)
+    if key not in ANSWERS:
+        ANSWERS[key] = stock(kind, given, held, option)
+    return ANSWERS[key]
+
+
+def check_equal(got, expected, is_noisy):
+    """All is the same; over K and V in few bits the first logits are near."""
+    if is_noisy:
+        first = expected.get("logits", [torch.zeros(0)])[0]
+        difference = (got.get("logits", [first])[0] - first).abs()
+        assert not first.numel() or difference.max() <= NOISE * first.abs().max()
+        return
+    assert got.keys() == expected.keys()
+    for name, tensors in expected.items():
+        assert len(got[name]) == len(tensors), name
+        for one, other in zip(got[name], tensors, strict=True):
+            size = max(1.0, float(other[other.isfinite()].abs().max())) if other.is_floating_point() else 0
+            torch.testing.assert_close(one, other, rtol=0, atol=TOLERANCE * size)
+
+
+def refusal(name, option, turn):
+    """By which words a cell is refused; None: it is not."""
+    cell = name, option, turn
+    for *patterns, words in REFUSED:
+        if all(re.fullmatch(pattern, part) for pattern, part in zip(patterns, cell, strict=True)):
+            return words
+    return None
+
+
+class Conversation:
+    """The turns of one cache."""
+
+    def __init__(self, name):
+        self.name = name
+        self.kind = KINDS[name]
+        self.cache = self.kind.make()
+        self.ids = None  # of the last prompt and its answer
+        self.count = 0
+
+    def ask(self, turn, option):
+        """Take a turn, which is as stock's; or give the words by which it is refused."""
+        values = {**OPTIONS, **OF_STOCK}[option]
+        self.count += 1
+        try:
+            if self.ids is not None:
+                self.ids = TURNS[turn](self.cache, self.ids)
+            given = prompted(self.cache, self.ids, self.count)
+            held = self.cache.get_seq_length()
+            got = asked(self.kind.model, given, values, self.cache)
+        except HfBlendError as error:
+            return str(error)
+        except (ValueError, NotImplementedError) as error:
+            got = error
+        answer = expected(option, self.kind, given, held, values)
+        if isinstance(got, Exception) or isinstance(answer, Exception):
+            assert type(got) is type(answer), (got, answer)
+            return ""
+        check_equal(got, answer, self.name == "kv_bits")
+        self.ids = got["sequences"][0]
+        return ""
+
+
+def turns_of(name):
+    """A sequence shows its own tokens, so that none is edited, and is alone, so that there are no rows."""
+    return ["first", "continued", "cut"] if name in SINGLE else [*TURNS][:-1]
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_each_turn_is_that_of_stock_or_refused_by_name(name, option):
+    if why := SKIPPED.get((name, option)):
+        pytest.skip(why)
+    talk = Conversation(name)
+    with talk.kind.entered(talk.cache):
+        for turn in turns_of(name):
+            words = refusal(name, option, turn)
+            said = talk.ask(turn, option)
+            assert bool(said) == (words is not None), (turn, said)
+            assert words is None or re.search(words, said), turn
+        last = "continued" if name in SINGLE else "one row"
+        if refusal(name, "greedy", last) is None and not (name in SINGLE and option in ENDED):
+            assert talk.ask(last, "greedy") == ""
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_stock_refuses_is_refused_and_leaves_nothing(name):
+    talk = Conversation(name)
+    with talk.kind.entered(talk.cache):
+        for turn in ("first", "continued"):
+            for option in OF_STOCK:
+                words = refusal(name, "greedy", turn)  # some are refused in the first forward
+                assert re.search(words or "$^", talk.ask(turn, option)), option
+            if refusal(name, "greedy", turn) is None:
+                assert talk.ask(turn, "greedy") == ""
+
+
+def test_each_option_of_generate_is_in_table():
+    known = {*GenerationConfig().to_dict(), *inspect.signature(GenerationMixin.generate).parameters}
+    model = KINDS["BlendCache"].model
+    given = {"input_ids": torch.zeros(1, 1, dtype=torch.int64), "attention_mask": torch.ones(1, 1)}
+    named = {*ELSEWHERE, *PLAIN}
+    for option in (*OPTIONS.values(), *OF_STOCK.values()):
+        named |= {*(option(model, given) if callable(option) else option)}
+    assert not known - named, "write a line for it"
+    assert not {*ELSEWHERE} - known, "it is gone"
