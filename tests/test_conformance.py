@@ -443,7 +443,8 @@ def test_what_stock_refuses_is_refused_and_leaves_nothing(name):
         for turn in ("first", "continued"):
             for option in OF_STOCK:
                 words = refusal(name, "greedy", turn)  # some are refused in the first forward
-                assert re.search(words or "$^", talk.ask(turn, option)), option
+                said = talk.ask(turn, option)
+                assert said == "" or (words and re.search(words, said)), option
             if refusal(name, "greedy", turn) is None:
                 assert talk.ask(turn, "greedy") == ""
 
