@@ -20,6 +20,8 @@ from ..errors import ConfigError, suggest
 from .attention import Attention
 
 KV = tuple[Tensor, Tensor]
+LEAST_TOKENS = 6  # of its own that even the first token of a chunk counts as having; 4 to 16 do as well
+GROWTH = 1.5  # power of what a token misses; 1 and 2 do nearly as well, 0 is `boundary`
 Receive = Callable[[int, Attention, Tensor], None]  # index of a layer, what the question sees there, weights
 
 
@@ -74,6 +76,17 @@ class TokenView:
         if columns.shape[0] > 1:
             behind[:, 1:] &= columns[:, 1:] != columns[:, :-1]
         return behind
+
+    def likely_error(self) -> Tensor:
+        """How wrong each stored token probably is, by its place: `[batch, tokens]` float32, 0 where not reusable.
+
+        What it misses, the tokens of chunks before its own up to the middle of that, over what it has, those of its
+        own chunk before it.
+        """
+        starts = self.columns - self.offset
+        first = torch.where(self.reusable, starts, starts.max()).amin(dim=1, keepdim=True)
+        missing = (starts - first).float() + self.chunk_tokens / 2
+        return torch.where(self.reusable, missing, 0) ** GROWTH / (self.offset + LEAST_TOKENS)
 
     def at_tokens(self, grid: Tensor) -> Tensor:
         """The entries of a `[batch, columns]` grid at the tokens of this view."""

@@ -16,7 +16,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .. import plugins
 from .attention import Attention
 from .base import Selector, TokenView
 
@@ -40,7 +39,7 @@ class ExpectedError(Selector):
             received.append(of_layer.to(view.columns.device))
 
         view.probe(receive, range(view.num_layers), rows=ROWS)
-        likely_error = plugins.load("selectors", "ramp")({}).score(view) ** POWER
+        likely_error = view.likely_error() ** POWER
         if not received:  # the model attends without transformers' AttentionInterface
             return likely_error
         return view.at_tokens(torch.stack(received).mean(dim=0)) * likely_error

@@ -8,13 +8,9 @@ text of its own chunk before it. So a token counts by how much is before its chu
 Source: ours, of EPIC's `boundary`, where all heads are equally long. Measured in benchmarks/results/robust.json.
 """
 
-import torch
 from torch import Tensor
 
 from .base import Selector, TokenView
-
-LEAST_TOKENS = 6  # tokens of its own that even the first of a chunk counts as having; 4 to 16 do as well
-GROWTH = 1.5  # power of what is missing; 1 and 2 do nearly as well, 0 is `boundary`
 
 
 class Ramp(Selector):
@@ -24,7 +20,4 @@ class Ramp(Selector):
 
     def score(self, view: TokenView) -> Tensor:
         """What is missing, raised to a power, over what is there, `[batch, tokens]`."""
-        starts = view.columns - view.offset
-        first = torch.where(view.reusable, starts, starts.max()).amin(dim=1, keepdim=True)
-        missing = (starts - first).float() + view.chunk_tokens / 2
-        return torch.where(view.reusable, missing, 0) ** GROWTH / (view.offset + LEAST_TOKENS)
+        return view.likely_error()

@@ -14,10 +14,8 @@ Source: ours, of VATP (arXiv 2406.12335) for attention times the length of the v
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
-from .. import plugins
 from .base import Selector, TokenView
 
 
@@ -29,9 +27,7 @@ class StoredImportance(Selector):
 
     def score(self, view: TokenView) -> Tensor:
         """Importance times likely error times shared words, `[batch, tokens]`."""
-        scores = torch.ones(view.columns.shape, device=view.columns.device)
-        if self.options["ramp"]:
-            scores = plugins.load("selectors", "ramp")({}).score(view)
+        scores = view.likely_error() if self.options["ramp"] else view.reusable.float()
         if view.weights is None:
             return scores
         weights = view.weights(importance=self.options["importance"], words=self.options["words"])
