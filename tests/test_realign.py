@@ -9,9 +9,11 @@ from transformers import DynamicCache
 from hf_blend.model.calibrate import rotary_styles
 from hf_blend.model.capture import capture, capture_chunk
 from hf_blend.model.checks import relative_error
+from hf_blend.prefill import realign
 from hf_blend.prefill.plan import PlacedChunk
 from hf_blend.prefill.realign import Realigner
 from hf_blend.prefill.report import BlendReport
+from hf_blend.rotary.half import Half
 from tests.asking import longrope
 
 CHUNK = tuple(range(10, 40))
@@ -97,3 +99,20 @@ def test_mismatches_are_relative_and_take_worse_of_keys_and_values_of_each_chunk
     wrong[:, :, 17] *= -1
     found = realigner.mismatches(1, placed, wrong, values)
     assert found[0] > 1, "one token among all others"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("piece_bytes", [1, 5000, 1 << 30])
+def test_rotation_by_heads_is_float32_cast_once(dtype, piece_bytes, monkeypatch):
+    monkeypatch.setattr(realign, "PIECE_BYTES", (piece_bytes,) * 2)
+    parts = [torch.randn(2, 3, tokens, 20).to(dtype) for tokens in (5, 1, 40)]
+    angles = torch.rand(46, 8) * 100
+    cos, sin = angles.cos(), angles.sin()
+    out = torch.full((2, 3, 60, 20), 7.0, dtype=dtype)
+    realign.rotate(Half, (cos, sin), parts, out[:, :, 4:50])
+    keys = torch.cat(parts, 2).float()
+    first, second = keys[..., :8], keys[..., 8:16]
+    expected = torch.cat((first * cos - second * sin, second * cos + first * sin, keys[..., 16:]), -1).to(dtype)
+    torch.testing.assert_close(out[:, :, 4:50], expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+    assert (out[:, :, :4] == 7).all()
+    assert (out[:, :, 50:] == 7).all()

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ from .report import BlendReport
 
 BESIDE = -1  # among the parts of a layer: what is stored beside K (0) and V (1)
 GROUP_BYTES = 4 << 20  # of keys that are written at a time: as many layers as fit, where all chunks are in memory
+PIECE_BYTES = (1 << 20, 8 << 20)  # of keys that are rotated at a time, on a CPU and on a GPU: as much as caches hold
+
+Turn = tuple[Tensor, Tensor]  # what moves the tokens of some chunks in a layer, `[tokens, pairs]` each
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,23 +108,6 @@ class Placement:
         return cos[row, columns], sin[row, columns]
 
 
-@dataclass(frozen=True)
-class Rotation:
-    """What moves the tokens of some chunks in a layer, `[tokens, pairs]` each."""
-
-    style: type[RotaryStyle]
-    cos: Tensor
-    sin: Tensor
-
-    def move(self, parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-        """Rotate states `[layers, heads, tokens of one chunk, width]` side by side."""
-        states = _join(parts)
-        if out is None:
-            out = torch.empty_like(states)
-        self.style.move(states, (self.cos.to(states.device), self.sin.to(states.device)), out=out)
-        return out
-
-
 class Realigner:
     """Writes stored chunks into a layer's buffers. A rotation is composed once per rotary table and kept.
 
@@ -144,7 +131,7 @@ class Realigner:
             start += chunk.tokens
         # What follows is keyed by objects as such, which stay alive in the keys
         self._placements: dict[tuple[torch.device, tuple[PlacedChunk, ...]], Placement] = {}
-        self._rotations: dict[tuple[Placement, int, Tensor, type[RotaryStyle]], Rotation] = {}
+        self._turns: dict[tuple[Placement, int, Tensor, type[RotaryStyle]], Turn] = {}
         self._alike: dict[Tensor, Table] = {}  # cos of a table → the same table, made earlier
 
     def known_table(self, layer: int, table: Table | None) -> Table | None:
@@ -184,13 +171,14 @@ class Realigner:
             if states.dim() == 4:
                 states = states[None]
             stored = _stored(placed, range(layer, layer + states.shape[0]), which, device)
-            rotation = self._rotation(layer, placed, which) if which == self.styles[layer].slot else None
-            if rotation is None:
+            style = self.styles[layer]
+            turn = self._turn(layer, placed, which) if which == style.slot else None
+            if turn is None:
                 placed.write(states, stored)
             elif isinstance(placed.columns, slice) and not states.requires_grad:
-                rotation.move(stored, states[:, placed.row, :, placed.columns])
+                rotate(style, turn, stored, states[:, placed.row, :, placed.columns])
             else:
-                placed.write(states, [rotation.move(stored)])
+                placed.write(states, [rotated(style, turn, stored)])
         self._report.realign_ms += 1e3 * (time.perf_counter() - started_s)
 
     def write_beside(self, layer: int, chunks: Sequence[PlacedChunk], states: Tensor, spans: Spans = ()) -> None:
@@ -198,10 +186,11 @@ class Realigner:
         if not chunks:
             return
         placed = self._placed(chunks, states.device)
-        rotation = self._rotation(layer, placed, BESIDE)
+        turn = self._turn(layer, placed, BESIDE)
         parts = _stored(placed, range(layer, layer + 1), BESIDE, states.device)
-        if rotation is not None:
-            placed.write(states[None], [rotation.move(parts)])
+        if turn is not None:
+            style: Any = self.styles[layer].beside
+            placed.write(states[None], [rotated(style, turn, parts)])
             return
         for columns, stored in spans or ((slice(None), slice(None)),):
             placed.write(states[None, ..., columns], [state[..., stored] for state in parts])
@@ -234,11 +223,12 @@ class Realigner:
     def rotated(self, layer: int, chunk: PlacedChunk, keys: Tensor, tokens: Tensor) -> Tensor:
         """Some of a chunk's keys, `[heads, tokens, head_dim]`, as they would be written."""
         style = self.styles[layer]
-        rotation = self._rotation(layer, self._placed([chunk], keys.device), style.slot)
-        if rotation is None:
+        turn = self._turn(layer, self._placed([chunk], keys.device), style.slot)
+        if turn is None:
             return keys
-        tokens = tokens.to(rotation.cos.device)
-        return Rotation(style, rotation.cos[tokens], rotation.sin[tokens]).move([keys])
+        cos, sin = turn
+        tokens = tokens.to(cos.device)
+        return rotated(style, (cos[tokens], sin[tokens]), [keys[None]])[0]
 
     def _placed(self, chunks: Sequence[PlacedChunk], device: torch.device) -> Placement:
         """The placement of some chunks, made once."""
@@ -250,21 +240,22 @@ class Realigner:
     def _realigned(self, layer: int, placed: Placement, which: int, device: torch.device) -> Tensor:
         """What is stored of all tokens of some chunks, `[heads, tokens, width]`, rotated for this prompt."""
         parts = _stored(placed, range(layer, layer + 1), which, device)
-        rotation = None
+        style: Any = self.styles[layer].beside if which == BESIDE else self.styles[layer]
+        turn = None
         if which in (BESIDE, self.styles[layer].slot):
-            rotation = self._rotation(layer, placed, which)
-        return (_join(parts) if rotation is None else rotation.move(parts))[0]
+            turn = self._turn(layer, placed, which)
+        return (_join(parts) if turn is None else rotated(style, turn, parts))[0]
 
-    def _rotation(self, layer: int, placed: Placement, which: int) -> Rotation | None:
-        """The rotation of some chunks' K, of what is in the slot of V, or beside both; None if it has no position."""
+    def _turn(self, layer: int, placed: Placement, which: int) -> Turn | None:
+        """What moves some chunks' K, of what is in the slot of V, or beside both; None if it has no position."""
         style = self.styles[layer].beside if which == BESIDE else self.styles[layer]
         table = self.tables.get(layer)
         number = placed.chunks[0].chunk.layer_table[layer]
         if style is None or not style.turns or table is None or number < 0:
             return None
         key = (placed, number, table[0], style)
-        if key in self._rotations:
-            return self._rotations[key]
+        if key in self._turns:
+            return self._turns[key]
 
         every = self._placed(self._all, table[0].device) if self._all else placed
         if placed.chunks == every.chunks:
@@ -277,13 +268,38 @@ class Realigner:
                 old_sin.append(sin[chunk.inside].to(new[0].device))
             cos, sin = compose(style, (torch.cat(old_cos), torch.cat(old_sin)), new)
         else:
-            # A part of the rotation of all chunks
-            whole = self._rotation(layer, every, which)
+            # A part of what moves all chunks
+            whole: Any = self._turn(layer, every, which)
             tokens = [self._tokens[chunk] for chunk in placed.chunks]
-            cos = _join([whole.cos[part] for part in tokens], dim=0)  # type: ignore[union-attr]
-            sin = _join([whole.sin[part] for part in tokens], dim=0)  # type: ignore[union-attr]
-        self._rotations[key] = Rotation(style, cos, sin)
-        return self._rotations[key]
+            cos, sin = (_join([table[part] for part in tokens], dim=0) for table in whole)
+        self._turns[key] = cos, sin
+        return self._turns[key]
+
+
+def rotate(style: type[RotaryStyle], turn: Turn, parts: Sequence[Tensor], out: Tensor) -> None:
+    """Rotate states `[layers, heads, tokens of one chunk, width]` into `out`, side by side.
+
+    Some heads at a time, so that what lies between loading and storing stays in the caches: keys are joined as they
+    are, and products are in float32.
+    """
+    cos, sin = (table.to(out.device) for table in turn)
+    heads = out.shape[1]
+    step = heads * PIECE_BYTES[out.is_cuda] // max(1, out.nbytes)
+    if step >= heads:
+        style.move(_join(parts), (cos, sin), out)
+        return
+    step = max(1, step)
+    for start in range(0, heads, step):
+        some = slice(start, start + step)
+        style.move(_join([part[:, some] for part in parts]), (cos, sin), out[:, some])
+
+
+def rotated(style: type[RotaryStyle], turn: Turn, parts: Sequence[Tensor]) -> Tensor:
+    """As `rotate`, into a new tensor."""
+    layers, heads, _, width = parts[0].shape
+    out = parts[0].new_empty((layers, heads, sum(part.shape[2] for part in parts), width))
+    rotate(style, turn, parts, out)
+    return out
 
 
 def _stored(placed: Placement, layers: range, which: int, device: torch.device) -> list[Tensor]:

@@ -61,14 +61,15 @@ class RotaryStyle(ABC):
         pairs = cos.shape[-1]
         if 2 * pairs < keys.shape[-1]:
             out.copy_(keys)
-        first, second = (half.float() for half in cls.split(keys, pairs))
+        first, second = cls.split(keys, pairs)
         to_first, to_second = cls.split(out, pairs)
-        if out.dtype == torch.float32:  # computed in place
-            torch.mul(first, cos, out=to_first).addcmul_(second, sin, value=-1)
-            torch.mul(second, cos, out=to_second).addcmul_(first, sin)
-            return
-        to_first.copy_(torch.mul(first, cos).addcmul_(second, sin, value=-1))
-        to_second.copy_(torch.mul(second, cos).addcmul_(first, sin))
+        if keys.device.type == "cpu":  # elsewhere kernels cast what they load, without a copy
+            first = first.float()
+            second = second.float()
+        product = torch.mul(first, cos)
+        torch.addcmul(product, second, sin, value=-1, out=to_first)
+        torch.mul(second, cos, out=product)
+        torch.addcmul(product, first, sin, out=to_second)
 
 
 class HalfStyle(RotaryStyle):
