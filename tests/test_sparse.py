@@ -231,6 +231,7 @@ def test_session_selects_by_last_accepted_row_of_round():
     ids = prompt()["input_ids"]
     with sparse_decoding(model, cache, **SMALL) as session:
         model(ids[:, :140], past_key_values=cache)
+        cache.activate_past_recording()  # as assisted decoding does
         model(ids[:, 140:145], past_key_values=cache)  # a round of five
         layer = session.layers[2]
         scores = layer.scores
