@@ -77,9 +77,11 @@ class ModelUnderTest(CheckedModel):
         """Three requests that differ in prefix, number and length of chunks, and question."""
         made = []
         for row, (lengths, question_tokens) in enumerate(LENGTHS):
-            chunks = tuple(self.ids(count, seed=100 * row + number) for number, count in enumerate(lengths))
-            prefix = (*self.chunk_prefix_ids, *self.ids(PREFIX_TOKENS + row, seed=100 * row + 50))
-            made.append(Prompt.of_pieces(prefix, chunks, self.ids(question_tokens, seed=100 * row + 60)))
+            seed = 100 * row
+            chunks = tuple(self.ids(count, seed + number) for number, count in enumerate(lengths))
+            prefix = self.chunk_prefix_ids + self.ids(PREFIX_TOKENS + row, seed + 50)
+            question = self.ids(question_tokens, seed + 60)
+            made.append(Prompt.of_pieces(prefix, chunks, question))
         return made
 
     @property
@@ -127,7 +129,7 @@ class ModelUnderTest(CheckedModel):
         error = distance(got.logits, expected)
         allowed = max(self.floor.states, self.logit_tolerance)
         for row, run in enumerate(runs):
-            layers = [tuple(states[row, :, -len(run.logits) :] for states in layer) for layer in got.layers]
+            layers = _rows_of(got.layers, row, len(run.logits))
             apart = states_apart(layers, run.layers)
             if not apart <= allowed:
                 return CheckResult(apart, allowed, f"the K and V of request {row} are off by {apart:.2g}")
@@ -258,14 +260,24 @@ def distance(got: Tensor, expected: Tensor) -> float:
 
 def states_apart(got: Sequence[States], expected: Sequence[States], columns: slice = slice(None)) -> float:
     """Largest difference of what layers keep of some tokens, `[…, tokens, width]` each."""
-    kept = zip(filter(None, got), filter(None, expected), strict=True)  # of layers that keep any
-    pairs = (pair for layers in kept for pair in zip(*layers, strict=True))
-    return max((distance(a[..., columns, :], b[..., columns, :]) for a, b in pairs), default=0.0)
+    largest = 0.0
+    for layer, expected_layer in zip(filter(None, got), filter(None, expected), strict=True):  # that keep any
+        for states, others in zip(layer, expected_layer, strict=True):
+            apart = distance(states[..., columns, :], others[..., columns, :])
+            largest = max(largest, apart)
+    return largest
 
 
 def _cut(logits: Tensor, cache: Any, row: int, tokens: int) -> PrefillLogits:
-    layers = tuple(tuple(states[row, :, -tokens:] for states in layer) for layer in kv_of(cache))
-    return PrefillLogits(logits[row, -tokens:], layers)
+    return PrefillLogits(logits[row, -tokens:], tuple(_rows_of(kv_of(cache), row, tokens)))
+
+
+def _rows_of(layers: Sequence[States], row: int, tokens: int) -> list[States]:
+    """What layers keep of the last tokens of one prompt, `[kv_heads, tokens, width]` each."""
+    cut = []
+    for layer in layers:
+        cut.append(tuple(states[row, :, -tokens:] for states in layer))
+    return cut
 
 
 def rounding(dtype: torch.dtype, roundings: int, moves: int = 0) -> float:

@@ -4,7 +4,7 @@
 
 import importlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -101,10 +101,9 @@ def verify(
     verdict: Verdict | None = None,
 ) -> Verdict:
     """Run checks on one model, loaded in each dtype; a `verdict` that is given has what is known so far."""
-    for value, names in [*((option, DTYPES) for option in dtypes), *((option, ATTENTIONS) for option in attention),
-                         *((option, check_names()) for option in checks or ())]:  # fmt: skip
-        if value not in names:
-            raise ConfigError(f"{value!r} cannot be verified. {suggest(str(value), names)}")
+    _refuse_unknown(dtypes, DTYPES)
+    _refuse_unknown(attention, ATTENTIONS)
+    _refuse_unknown(checks or (), check_names())
     verdict = verdict or Verdict(name)
     try:
         for dtype in dtypes:
@@ -121,6 +120,12 @@ def verify(
     except UnsupportedModelError as error:
         verdict.refusal = str(error)
     return verdict
+
+
+def _refuse_unknown(given: Sequence[str], names: Collection[str]) -> None:
+    for value in given:
+        if value not in names:
+            raise ConfigError(f"{value!r} cannot be verified. {suggest(str(value), names)}")
 
 
 def run_checks(

@@ -42,7 +42,8 @@ def untouched(subject: ModelUnderTest) -> CheckResult:
     wrong += _differences(before, traces(subject), "after a generate")
     # In the first layers, at and behind the check layer, and in the last
     layers = decoder_layers(subject.model)
-    for index in sorted({0, 1, 2, len(layers) - 1} & set(range(len(layers)))):
+    tried = {0, 1, 2, len(layers) - 1}
+    for index in sorted(tried.intersection(range(len(layers)))):
         cache = subject.cache(RATIO)
         watched = traces(subject)  # the cache has a hook on the model as long as it lives
         wrong += _burst(subject, cache, layers[index], index)
@@ -86,7 +87,10 @@ def _burst(subject: ModelUnderTest, cache: BlendCache, layer: nn.Module, index: 
     hooks: list[int] = []
 
     def burst(*_: object) -> None:
-        hooks.append(sum(len(getattr(module, kind)) for module in subject.model.modules() for kind in HOOKS))
+        count = 0
+        for module in subject.model.modules():
+            count += sum(len(getattr(module, kind)) for kind in HOOKS)
+        hooks.append(count)
         raise _Burst
 
     inner = next((child for name, child in layer.named_children() if "att" in name), next(layer.children()))
@@ -106,7 +110,9 @@ def traces(subject: ModelUnderTest) -> dict[str, Any]:
     model = subject.model
     records: dict[str, Any] = {}
     for name, module in model.named_modules():
-        hooks = [[key for key, hook in getattr(module, kind).items() if not hears_forwards(hook)] for kind in HOOKS]
+        hooks = []
+        for kind in HOOKS:
+            hooks.append([key for key, hook in getattr(module, kind).items() if not hears_forwards(hook)])
         records[f"module {name or '(model)'}"] = (type(module), sorted(vars(module)), hooks, module.training)
     records["config"] = copy.deepcopy(model.config.to_dict())
     records["attention"] = model.config._attn_implementation

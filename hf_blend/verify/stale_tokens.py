@@ -38,7 +38,8 @@ def fused_ratio(subject: ModelUnderTest) -> CheckResult:
     """
     trials = [(group, RATIO, selector) for group in (subject.prompts[:1], subject.prompts) for selector in SELECTORS]
     for prompt in subject.prompts:
-        trials.append(([prompt], 1 - 1 / sum(map(len, prompt.chunks)), "kv-deviation"))
+        chunk_tokens = sum(map(len, prompt.chunks))
+        trials.append(([prompt], 1 - 1 / chunk_tokens, "kv-deviation"))
         if not _keeps_more(subject):  # the mixers of a chunk that was run alone end otherwise
             trials.append(([prompt], 0.0, "kv-deviation"))
     errors = [_fused_error(subject, *trial) for trial in trials]
@@ -136,8 +137,8 @@ def _inputs_alone(subject: ModelUnderTest, got: BlendedPrefill) -> list[Tensor]:
 
     for row, prompt in enumerate(got.prompts):
         for start, ids, *_ in prompt.spans:
-            position = {"row": row, "start": width - len(prompt.ids) + start, "count": len(ids)}
-            with _inputs(subject, partial(record, **position)):
+            first = width - len(prompt.ids) + start
+            with _inputs(subject, partial(record, row=row, start=first, count=len(ids))):
                 tokens = torch.tensor([[*subject.chunk_prefix_ids, *ids]])
                 inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
                 subject.model(**placed(subject.model, inputs))
