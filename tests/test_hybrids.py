@@ -135,7 +135,6 @@ def test_chunk_found_damaged_inside_mixer_is_computed_and_changes_nothing(tmp_pa
 
     def logits():
         with ChunkStore.open(tmp_path, memory_bytes=0, durability="none") as store, torch.no_grad():
-            store.pipeline_depth = 1e-9
             cache = BlendCache(model, store, recompute_ratio=0.3)
             given = cache.inputs(None, **pieces())
             return model(**given, past_key_values=cache, logits_to_keep=1).logits, cache.report.computed_chunks

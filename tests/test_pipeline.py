@@ -17,6 +17,7 @@ from hf_blend.store.tiers.base import EntryFault
 from tests.asking import logits
 from tests.conftest import shared_zoo_model
 from tests.faults.faulty_tier import FaultyTier
+from tests.servers import wait_for
 
 CHUNKS = [list(range(10, 42)), list(range(40, 90))]
 PIECES: dict[str, Any] = {"prefix": [5, 6], "chunks": CHUNKS, "question": [7, 8, 9]}
@@ -56,12 +57,11 @@ def _one_layer_at_a_time(monkeypatch):
     monkeypatch.setattr("hf_blend.store.stream.READ_BYTES", 0)
 
 
-@pytest.mark.parametrize(("depth", "selector"), [(0, "random"), (1, "kv-deviation"), (100, "query-attention")])
-def test_pipeline_depth_gives_same_bits(model, filled, depth, selector):
+@pytest.mark.parametrize("selector", ["random", "kv-deviation", "query-attention"])
+def test_streamed_chunks_give_same_bits(model, filled, selector):
     tier, _ = filled
     expected, _ = answered(model, cold(tier), selector=selector)
     store = cold(tier)
-    store.pipeline_depth = depth
     got, report = answered(model, store, selector=selector)
     assert torch.equal(got, expected)
     assert report.loaded_chunks == 3
@@ -120,25 +120,41 @@ def test_layer_that_is_late_is_computed(model, filled, monkeypatch):
     assert "bytes:late" in store.stats()["load_failures"]
 
 
-def test_pipeline_reads_ahead_but_no_farther_than_its_depth():
+def test_pipeline_reads_ahead_of_use_until_it_is_closed():
     read: list[int] = []
-    moment = threading.Condition()
+    whole: list[int] = []
+    gate = threading.Semaphore(3)
 
     def take(place: int) -> Any:
-        with moment:
-            read.append(place)
-            moment.notify_all()
+        gate.acquire()
+        read.append(place)
         return [(torch.zeros(1), torch.zeros(1))]
 
-    whole: list[int] = []
     stream = StreamedLayers(8, take, lambda layers: whole.append(1), lambda fault: pytest.fail(str(fault)), 5.0)
-    pipeline = Pipeline([stream], depth=2)
-    for used in range(8):
-        stream[used]
-        with moment:
-            assert moment.wait_for(lambda used=used: len(read) == min(8, used + 3), 5)
-        time.sleep(0.005)
-        assert read == list(range(min(8, used + 3)))
+    pipeline = Pipeline([stream])
+    wait_for(lambda: read == [0, 1, 2], "layers were read ahead")
+    gate.release(8)
+    assert len(stream[7]) == 2
+    assert read == list(range(8)), "each once, in order"
     assert whole == [1]
     pipeline.close()
-    assert not pipeline.is_running
+    assert not threads()
+
+
+def test_pipeline_that_is_closed_reads_no_more():
+    asked: list[int] = []
+    gate = threading.Semaphore(1)
+
+    def take(place: int) -> Any:
+        asked.append(place)
+        gate.acquire()
+        return [(torch.zeros(1), torch.zeros(1))]
+
+    stream = StreamedLayers(8, take, patience_s=5.0)
+    pipeline = Pipeline([stream])
+    wait_for(lambda: asked == [0, 1], "layers were read ahead")
+    pipeline.close(0.01)  # in the midst of a read
+    gate.release(8)
+    wait_for(lambda: not threads(), "the thread ended")
+    assert asked == [0, 1]
+    assert len(stream[5]) == 2, "it is read where it is used"

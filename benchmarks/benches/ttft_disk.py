@@ -68,7 +68,7 @@ def _row(
     streaming = ChunkStore(None, [tier])
     for store in (memory, streaming):
         keys = store.add(model, None, pieces["chunks"], chunk_prefix_ids=(1,))
-    whole.pipeline_depth = 0
+    whole.stream = whole.get  # type: ignore[method-assign]
     run(model, streaming, pieces, given, config)  # the prefix is stored too
     forget = (lambda: forget_entries(folder / "store")) if plan.cold else (lambda: None)
     forget()

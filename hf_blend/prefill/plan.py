@@ -375,8 +375,8 @@ class Planner:
         plan.found["reusable_tokens"] += sum(plan.stored_counts)
         plan.found["exact_tokens"] += sum(counts) - sum(plan.stored_counts) - sum(plan.fresh_counts)
         streamed = [chunk.layers for chunk in self._fetched.values() if isinstance(chunk.layers, StreamedLayers)]
-        if streamed and self._store.pipeline_depth:
-            plan.pipeline = Pipeline(streamed, self._store.pipeline_depth)
+        if streamed:
+            plan.pipeline = Pipeline(streamed)
         self._fetched.clear()
         return plan
 

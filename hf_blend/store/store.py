@@ -94,9 +94,6 @@ class Store:
         codec: str = "raw",
     ) -> None:
         self.namespace = namespace
-        # how many layers a request reads ahead of their use; 0: it reads chunks whole before it begins. Unbounded by
-        # default: what was read is kept until the request ends anyway, and the first layers take longest to compute
-        self.pipeline_depth: float = math.inf
         self.format = EntryFormat(codec)
         self.layer_reader: LayerReader = StreamReader(self)
         self.counts = StoreStats()
@@ -147,9 +144,7 @@ class Store:
         """
         if not self._is_ours(key):
             return None
-        if self.pipeline_depth or not self.layer_reader.uses_memory:  # blocks are read when they are chosen, not ahead
-            return self.layer_reader.stream(key, layout)
-        return self.get(key, layout)
+        return self.layer_reader.stream(key, layout)
 
     def fetch(self, key: ChunkKey, decode: Decode) -> ChunkKV | None:
         """Ask one tier after the other for a chunk, and count the hit or the miss."""

@@ -11,7 +11,7 @@ those that have not come, and equal those that were used already.
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, overload
 from weakref import finalize
 
 from torch import Tensor
@@ -61,7 +61,7 @@ class StreamedLayers(LazyLayers):
         self._fault: BaseException | None = None  # of a read; no further layer is read
         self._changed = threading.Condition()
         self._reading = threading.RLock()
-        self.drivers: list[Any] = []  # pipelines that read ahead, and receive how far use has come
+        self.reader: threading.Thread | None = None  # a pipeline's, which reads ahead
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -118,11 +118,9 @@ class StreamedLayers(LazyLayers):
 
     def _wait(self, index: int) -> None:
         """Return when a layer is there, or cannot be read, or was waited for too long."""
-        for driver in self.drivers:
-            driver.synchronize(index)
         if self._layers[index] is not None:
             return
-        if not any(driver.is_running for driver in self.drivers):
+        if self.reader is None or not self.reader.is_alive():
             self.fetch_kv(index, self._patience_s)
         with self._changed:
             until_s = time.monotonic() + self._patience_s

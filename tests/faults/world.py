@@ -145,7 +145,7 @@ def take(
     coming = [chunk.layers for chunk in chunks if isinstance(chunk.layers, StreamedLayers)]
     for layers in coming:
         layers.recompute = recompute
-    reading = [Pipeline([layers], 2) for layers in coming if way == "stream read ahead"]
+    reading = [Pipeline([layers]) for layers in coming if way == "stream read ahead"]
     orders = [list(range(len(chunk.layers))) for chunk in chunks]
     if way == "stream in any order":
         for order in orders:
