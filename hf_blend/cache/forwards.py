@@ -60,7 +60,7 @@ class CacheForwards:
         self._before = state.pending, state.report, state.is_prompt_open
         self._snapshots: list[Any] | None = None  # of the layers, if it has an author
         self.hooks = ForwardHooks(cache, state.model, state.info.layers, listener=self)
-        self.hooks.watch_model(stay=True)
+        self.hooks.watch_model()
 
     def forward_begins(self, arguments: dict[str, Any]) -> None:
         """The model is called with the cache, with these arguments by name."""

@@ -93,7 +93,7 @@ class SequenceCache(GuardedCache):
         super().__init__(layers=[*self._empty_layers()])
         self._begin()
         self._hooks = ForwardHooks(self, model)
-        self._hooks.watch_model(stay=True)
+        self._hooks.watch_model()
 
     def _begin(self) -> None:
         """Hold nothing."""

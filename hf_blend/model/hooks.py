@@ -41,7 +41,7 @@ class ForwardHooks:
         self._fills_rows = bool(layers) and wants_all_rows(model)
         self._before, self._after = list[RemovableHandle](), list[RemovableHandle]()  # on the model
         self._inner: list[RemovableHandle] = []  # on its layers
-        self._is_raising = self._is_inside = self._stays = False
+        self._is_raising = self._is_inside = False
         self._finalizer = weakref.finalize(cache, _remove, self._before, self._after, self._inner)
         self._finalizer.atexit = False
 
@@ -49,10 +49,9 @@ class ForwardHooks:
         """A copy belongs to a copy of the model, where no call carries the cache."""
         return _without_cache, ()
 
-    def watch_model(self, stay: bool = False) -> None:
-        """See the next call of the model, to learn its arguments; with `stay`, every call until `leave(stop=True)`."""
-        self._stays = self._stays or stay
-        for module in [] if self._before else callable_as(self._model):
+    def watch_model(self) -> None:
+        """See every call of the model, to learn its arguments, as long as the cache lives."""
+        for module in callable_as(self._model):
             self._before.append(module.register_forward_pre_hook(self._model_begins, with_kwargs=True))
 
     def enter_layers(self, width: int) -> None:
@@ -65,13 +64,12 @@ class ForwardHooks:
             fill = partial(self._fill_rows, width)
             self._inner.append(self._layers[-1].register_forward_hook(fill, with_kwargs=True))
 
-    def leave(self, watching: bool = False, stop: bool = False) -> None:
-        """Remove every hook, but on the model where it is watched still."""
-        self._stays = self._stays and not stop
+    def leave(self) -> None:
+        """Remove every hook but those that watch the model."""
         # because of an exception torch walks along the hooks behind the model: one that others follow stays for now
         staying = [handle for handle in self._after if self._is_raising and _is_followed(handle)]
         self._after[:] = [handle for handle in self._after if handle not in staying]
-        _remove(self._inner, self._after, *(() if watching or self._stays else (self._before,)))
+        _remove(self._inner, self._after)
         self._after += staying
 
     @contextmanager
@@ -95,7 +93,6 @@ class ForwardHooks:
             return None  # a compiled step appends its token without being noticed
         if self._after:
             listener.forward_ends(failed=True)  # the last forward was interrupted in a way that no hook sees
-            self.watch_model()
         # registered only now, it is the last one: after an exception torch walks along these hooks, and none but
         # the last may be removed on the way
         self._after.append(module.register_forward_hook(self._ended, with_kwargs=True, always_call=True))

@@ -258,12 +258,12 @@ def distance(got: Tensor, expected: Tensor) -> float:
     return largest if largest == largest else float("inf")
 
 
-def states_apart(got: Sequence[States], expected: Sequence[States], columns: slice = slice(None)) -> float:
+def states_apart(got: Sequence[States], expected: Sequence[States]) -> float:
     """Largest difference of what layers keep of some tokens, `[…, tokens, width]` each."""
     largest = 0.0
     for layer, expected_layer in zip(filter(None, got), filter(None, expected), strict=True):  # that keep any
         for states, others in zip(layer, expected_layer, strict=True):
-            apart = distance(states[..., columns, :], others[..., columns, :])
+            apart = distance(states, others)
             largest = max(largest, apart)
     return largest
 
