@@ -167,13 +167,13 @@ def tokenize(tokenizer: Any, piece: Piece) -> tuple[int, ...]:
         ) from error
 
 
-def list_chunks(chunks: Any, *, may_be_empty: bool = False) -> list[Piece]:
+def list_chunks(chunks: Any) -> list[Piece]:
     """List chunks as texts and token ids: a document is its text."""
     expected = f"{EXPECTED}, or token ids"
-    return [
-        chunk if is_list(chunk) else text_of(chunk, f"chunk {number}", expected, may_be_empty=may_be_empty)
-        for number, chunk in enumerate(list_documents(chunks, "chunks"))
-    ]
+    listed = []
+    for number, chunk in enumerate(list_documents(chunks, "chunks")):
+        listed.append(chunk if is_list(chunk) else text_of(chunk, f"chunk {number}", expected))
+    return listed
 
 
 def tokenize_chunks(tokenizer: Any, chunks: Any) -> list[tuple[int, ...]]:
