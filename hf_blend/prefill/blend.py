@@ -68,18 +68,12 @@ class LayerKind:
     subclasses; the prefill itself knows these hooks only.
     """
 
-    has_hooks = False  # whether a prefill calls the methods: a kind that overrides one has hooks
     has_keys = True  # False: it keeps no K and V
     has_states = True  # False: it keeps nothing at all
     attends = True  # False: it has no attention
     compares_keys = True  # False: at layer 0 it checks what is stored by something else
     # what a partial run of the layer waits for, see `Prefill.stop_when_ready`
     parts: frozenset[str] = frozenset({"keys"})
-
-    def __init_subclass__(cls) -> None:
-        """Find out whether a prefill has anything to call."""
-        methods = (name for name, member in vars(cls).items() if callable(member))
-        cls.has_hooks = cls.has_hooks or not vars(LayerKind).keys().isdisjoint(methods)
 
     def enter(self, prefill: "Prefill", index: int, call: LayerCall, table: Table | None) -> Table | None:
         """Begin a layer with the arguments that the model gave it, and the rotary table among them.
@@ -272,8 +266,7 @@ class Prefill:
             self._rows.write_states(states, (keys, values))
         if index == 0 and self._kind.compares_keys:
             self.check_stored(states)
-        if self._capture is None and self._awaited is not None:
-            self.stop_when_ready("keys")
+        self.stop_when_ready("keys")
         layer = self.layers[index]
         return layer.keys, layer.values
 
@@ -343,10 +336,7 @@ class Prefill:
         self._leave_layer()
         self._kind = self._kinds[index]
         self._model_mask = call.arguments.get(call.mask_name)
-        table = self._rotary_table(call)
-        if self._kind.has_hooks:
-            table = self._kind.enter(self, index, call, table)
-        return table
+        return self._kind.enter(self, index, call, self._rotary_table(call))
 
     def _rotary_table(self, call: LayerCall) -> Table | None:
         """The table that a layer was given; several are given the same one."""
@@ -361,8 +351,7 @@ class Prefill:
 
     def _leave_layer(self) -> None:
         """Remove the hooks from the layer that runs and from its attention."""
-        if self._kind.has_hooks:
-            self._kind.leave()
+        self._kind.leave()
         if self._capture is not None:
             self._capture.close()
             self._capture = None
@@ -472,15 +461,14 @@ class Prefill:
         layer = self.layers[index]
         self._record_work(index, kv_only=True)
         self._awaited = set(kind.parts)
-        before = kind.snapshot(layer) if kind.has_hooks else None
+        before = kind.snapshot(layer)
         try:
             call.layer.forward(call.hidden, **call.arguments)  # not __call__: its hooks do not run again
         except StopForward:
             return
         finally:
             self._awaited = None
-            if kind.has_hooks:
-                kind.restore(layer, before)
+            kind.restore(layer, before)
         raise UnsupportedModelError(
             f"layer {index} of {type(self.model).__name__} ran to its end without handing K and V to the cache, but "
             "blending waits for them there. Use full prefill for this model."
@@ -501,8 +489,7 @@ class Prefill:
         if self._counts_positions:
             columns = rows.columns[0]
             self.past = self.request.past + columns - torch.arange(len(columns), device=columns.device)
-        if self._kind.has_hooks:
-            self._kind.take_rows(self, call, rows)
+        self._kind.take_rows(self, call, rows)
 
     def _open(self, index: int, keys: Tensor, values: Tensor) -> None:
         """Open a layer's columns for the new tokens, and write what is stored.
