@@ -80,7 +80,7 @@ def test_equal_hashes_are_not_equal_ids(monkeypatch):
 
 def test_text_that_repeats_itself_compares_few_positions(monkeypatch):
     calls = []
-    noting(monkeypatch, edits, "_agreement", lambda *_: calls.append(1))
+    noting(monkeypatch, edits, "shared_tokens", lambda *_: calls.append(1))
     assert len(common_runs([7] * 3000, [*[7] * 40, 8] * 70)) == 70
     assert len(calls) <= edits._MOST_ALIKE * 70
 

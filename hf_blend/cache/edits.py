@@ -20,7 +20,7 @@ from .. import plugins
 from ..errors import PromptError, UnsupportedModelError
 from ..prefill.plan import layout_of
 from ..prefill.request import NO_EDIT, Edit
-from ..prompt.pieces import Prompt
+from ..prompt.pieces import Prompt, shared_tokens
 from ..rotary.base import frequency_regime
 from ..store.chunk import ChunkKey, ChunkKV
 from .layers import BlendLayer
@@ -32,7 +32,6 @@ LEAST_TOKENS = 33  # of a run: shorter ones cost more to repair than to compute
 _BASE = 0x9E3779B97F4A7C15  # of the hash; odd, so that it has an inverse modulo 2^64
 _INVERSE = pow(_BASE, -1, 1 << 64)
 _MOST_ALIKE = 4  # positions with equal windows that are compared; a text that repeats itself has thousands
-_BLOCK = 256  # tokens that are compared first
 
 
 class Run(NamedTuple):
@@ -154,7 +153,7 @@ def common_runs(held_ids: Sequence[int], prompt_ids: Sequence[int], least: int =
         alike = order[first[start] : last]
         behind = int(np.searchsorted(alike, held_stop))
         tried = [*alike[behind : behind + _MOST_ALIKE], *alike[:behind]][:_MOST_ALIKE]
-        lengths = [_agreement(held[position:], prompt[start:]) for position in tried]
+        lengths = [shared_tokens(held[position:], prompt[start:]) for position in tried]
         tokens = max(lengths)
         stop = start + 1
         if tokens >= least:
@@ -176,18 +175,3 @@ def _hashes(ids: np.ndarray, width: int) -> np.ndarray:
     np.cumsum(ids.astype(np.uint64) * np.multiply.accumulate(powers), out=sums[1:])
     hashes: np.ndarray = (sums[width:] - sums[:-width]) * np.multiply.accumulate(shifts)
     return hashes
-
-
-def _agreement(left: np.ndarray, right: np.ndarray) -> int:
-    """Count the equal ids at the beginning of both."""
-    size = min(len(left), len(right))
-    start = 0
-    block = _BLOCK
-    while start < size:
-        stop = min(size, start + block)
-        differs = np.flatnonzero(left[start:stop] != right[start:stop])
-        if len(differs):
-            return start + int(differs[0])
-        start = stop
-        block *= 4
-    return size

@@ -269,10 +269,10 @@ def build_all(
     return [build(tokenizer, *pieces, separator) for pieces in zip(prefixes, chunks, question, strict=True)]
 
 
-def shared_tokens(row: Sequence[int], other: Sequence[int]) -> int:
+def shared_tokens(row: Sequence[int] | np.ndarray, other: Sequence[int] | np.ndarray) -> int:
     """How many first token ids two prompts share."""
     size = min(len(row), len(other))
-    differs = np.flatnonzero(np.array(row[:size]) != np.array(other[:size]))
+    differs = np.flatnonzero(np.asarray(row[:size]) != np.asarray(other[:size]))
     return int(differs[0]) if len(differs) else size
 
 
