@@ -87,7 +87,6 @@ class BlendLayer(BatchOfRequests, DynamicLayer):
     `keys` and `values` always show exactly the cached tokens; K is rotated for its positions.
     """
 
-    is_croppable = True
     prefill_kind: type[LayerKind] = LayerKind
     keeps_all = True  # every token as it came: nothing is forgotten or packed when a forward is over
 

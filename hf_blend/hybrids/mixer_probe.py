@@ -97,11 +97,10 @@ def mixers_of(model: nn.Module) -> CheckResult:
     return CheckResult(worst, allowed_of(CHANGE, model.dtype), value=of_layers)
 
 
-def _run(model: nn.Module, cache: Any, mask: Tensor | None = None) -> None:
+def _run(model: nn.Module, cache: Any) -> None:
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(0, text_config(model).vocab_size, (1, TOKENS), generator=draw).to(input_device(model))
-    masked = {} if mask is None else {"attention_mask": mask.to(ids.device)}
-    decoder_of(model)(input_ids=ids, **cache_argument(decoder_of(model), cache), use_cache=True, **masked)
+    decoder_of(model)(input_ids=ids, **cache_argument(decoder_of(model), cache), use_cache=True)
 
 
 def _modules(model: nn.Module, layers: Sequence[nn.Module]) -> dict[int, nn.Module]:

@@ -62,11 +62,6 @@ class OffloadedLayer(MadeStates, BlendLayer):
         return self.away_tokens + (0 if self._recent is None else len(self._recent[0]))
 
     @property
-    def is_away(self) -> bool:
-        """Whether the layer's K and V are not all on its device."""
-        return self._buffers is None and self._stored_tokens > 0
-
-    @property
     def there(self) -> AwayLayer:
         """The tokens that are in the memory."""
         return self.memory.away[self.index]

@@ -150,14 +150,6 @@ class PlacedChunk:
             inside=slice(self.first, self.first + tokens),
         )
 
-    def states(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Stored (K, V) of a layer, `[kv_heads, tokens, head_dim]` each, K rotated for the chunk's own positions."""
-        layers = self.chunk.layers
-        keys, values, *_ = layers.load(layer) if isinstance(layers, LazyLayers) else layers[layer]
-        if self.is_whole:
-            return keys, values
-        return keys[:, self.inside], values[:, self.inside]
-
 
 @dataclass(frozen=True)
 class PromptRow:
@@ -187,11 +179,9 @@ class Plan:
     real: Tensor  # `[batch, columns]`: no padding
     counts: list[int]  # of each row, its new tokens without padding
     config: BlendConfig  # of this forward
-    computed: int = 0  # chunks that the store lacked
     tokenizers: set[str] = field(default_factory=set)  # digests of those that made the stored chunks
     replaced: list[ChunkKey] = field(default_factory=list)  # computed after a fault while they were read
     pipeline: Pipeline | None = None
-    store: ChunkStore | None = None
     advice: Advice | None = None
     kept_ratio: float = 1.0
     uneven_chunks: int = 0  # computed because their tokens are at other distances from each other than in the store
@@ -333,7 +323,7 @@ class Planner:
         real = np.zeros((len(rows), width), dtype=bool)
         for line, row, count in zip(real, rows, counts, strict=True):
             line[list(row.columns) or slice(row.start, row.start + count)] = True
-        plan = Plan([], torch.from_numpy(real), counts, self._config, store=self._store)
+        plan = Plan([], torch.from_numpy(real), counts, self._config)
         plan.drafted = [max(0, row.end - len(row.ids)) for row in rows]
         self._frequencies = self._frequencies_of(rows, width, length)
 
@@ -551,8 +541,7 @@ class Planner:
             self._fetched[key] = self._store.put(chunk)
             plan.found["compute_ms"] += 1e3 * (computed_s - began_s)
             plan.found["store_ms"] += 1e3 * (time.perf_counter() - computed_s)
-        plan.computed = len(missing)
-        plan.found["computed_chunks"] += plan.computed
+        plan.found["computed_chunks"] += len(missing)
         tokens = {key: len(key.token_ids) for key in self._fetched}
         plan.kept_ratio = sum(tokens[key] for key in tokens if self._store.contains(key)) / sum(tokens.values())
 

@@ -44,7 +44,7 @@ def with_documents(messages: Sequence[Mapping[str, Any]], documents: Any) -> tup
     There they stay from turn to turn: a conversation that is sent again with the same documents begins as before.
     Empty documents are left out with a warning.
     """
-    plain = plain_messages(messages)
+    plain = [{**message, "content": _plain(message)} for message in messages]
     filled, _ = leave_out_empty(documents)
     texts, missing = _split(filled, [message["content"] for message in plain])
     if missing:
@@ -71,12 +71,8 @@ def _split(documents: Sequence[Any], contents: Sequence[str]) -> tuple[list[str]
     return texts, [text.rstrip() for text in absent(texts, contents)]
 
 
-def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The same messages with one text as the content of each."""
-    return [{**message, "content": _plain(message)} for message in messages]
-
-
 def _plain(message: Mapping[str, Any]) -> str:
+    """The content of a message as one text."""
     items = message.get("content") or []
     if isinstance(items, str):
         return items
@@ -108,17 +104,6 @@ def has_template(tokenizer: Any, template: Mapping[str, Any]) -> bool:
     return bool(template.get("chat_template") or getattr(tokenizer, "chat_template", None))
 
 
-def check_template(template: Mapping[str, Any], *ours: str) -> dict[str, Any]:
-    """Return arguments of `apply_chat_template`; those that are decided here are refused."""
-    for name in (*_OURS, *ours):
-        if name in template:
-            raise PromptError(
-                f"{name} was passed for the chat template, but the prompt is tokenised here, as [1, tokens]. Leave it "
-                "out; arguments such as tools, enable_thinking or chat_template are passed on."
-            )
-    return dict(template)
-
-
 def _check(tokenizer: Any, messages: Any, template: Mapping[str, Any]) -> None:
     if not has_template(tokenizer, template):
         raise PromptError(
@@ -127,7 +112,12 @@ def _check(tokenizer: Any, messages: Any, template: Mapping[str, Any]) -> None:
         )
     if isinstance(messages, str | Mapping) or not len(messages):
         raise PromptError(f"messages is {messages!r:.60}, expected a list of dicts with a role and a content.")
-    check_template(template)
+    for name in _OURS:
+        if name in template:
+            raise PromptError(
+                f"{name} was passed for the chat template, but the prompt is tokenised here, as [1, tokens]. Leave it "
+                "out; arguments such as tools, enable_thinking or chat_template are passed on."
+            )
 
 
 def _is_opening(messages: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> bool:

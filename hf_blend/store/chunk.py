@@ -158,10 +158,6 @@ class ChunkKV:
         tables = tuple((cos.shape[1], sin.shape[1], cos.dtype) for cos, sin in self.tables)
         return Layout(layers, tables, self.layer_table)
 
-    def fits(self, layout: Layout | None) -> bool:
-        """Say whether its tensors look like a model's; None is any model's."""
-        return layout is None or self.layout == layout
-
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Walk over the tensors in stored order: tables first, then the states of one layer after the other."""
         for index, table in enumerate(self.tables):

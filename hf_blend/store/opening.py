@@ -58,21 +58,14 @@ def is_remote(location: str | Path | None) -> bool:
     return match is not None and (match[1].lower() != "memory" or bool(match[2]))
 
 
-def absolute(location: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """A location that stays the same when a process works in another folder; URLs as they are.
-
-    Raises:
-        ConfigError: it is no location.
-    """
+def _resolve(location: str | Path | None) -> Path | None:
+    """The folder of a store, also where a process works in another one; None for memory."""
+    if location is None:
+        return _default_root()
     is_path = isinstance(location, str | os.PathLike)
     if not is_path or not str(location).strip() or "\0" in str(location):
         raise ConfigError(f'location is {location!r}, expected a directory, "memory://" or None for the default.')
-    return location if _SCHEME.fullmatch(str(location)) else Path(location).expanduser().absolute()
-
-
-def _resolve(location: str | Path | None) -> Path | None:
-    folder = _default_root() if location is None else absolute(location)
-    return folder if isinstance(folder, Path) else None
+    return None if _SCHEME.fullmatch(str(location)) else Path(location).expanduser().absolute()
 
 
 def _default_root() -> Path:
