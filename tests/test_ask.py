@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_blend import BlendCache, BlendConfig, ChunkStore
+from hf_blend import BlendCache, BlendConfig
 from hf_blend.cli import output
 from hf_blend.cli.main import main
 from hf_blend.errors import PromptError
@@ -24,6 +24,7 @@ from hf_blend.evaluation.answering import Turn, build_request
 from hf_blend.evaluation.asking import Chat
 from hf_blend.evaluation.bundled import handbook_questions, open_model
 from hf_blend.evaluation.retrieving import Piece, Retriever
+from tests.asking import memory
 from tests.chat_templates import CHATML, TEMPLATES
 
 SHORT = ("--max-new-tokens", "4")
@@ -135,7 +136,7 @@ def test_diverge_is_kl_of_two_forced_answers(source, model, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", CHATML)
     chunks = ["The light of Skerry is kept by Una Moss.\n\n", "A lantern is dear.\n\n"]
     question = asking.Question("", build_request(tokenizer, chunks, "Who keeps the light?", None))
-    store = ChunkStore.open("memory://")
+    store = memory()
     pipeline = asking.Pipeline(model, tokenizer, store)
     replies = [pipeline.ask(question, way, 12) for way in asking.methods(BlendConfig(0.15), compare=True)]
     pipeline.diverge(question, replies)
@@ -183,7 +184,7 @@ def make_chat(source, model):
         for name, text in TEXTS.items():
             pieces.append(Piece(name, 0, text, tuple(source.tokenizer.encode(text, add_special_tokens=False))))
         source.tokenizer.chat_template = template
-        pipeline = asking.Pipeline(model, source.tokenizer, ChunkStore.open("memory://"))
+        pipeline = asking.Pipeline(model, source.tokenizer, memory())
         config = config or BlendConfig(recompute_ratio=1.0)
         return Chat(pipeline, source, Retriever(pieces, top_k), config, max_new_tokens=new_tokens)
 

@@ -17,7 +17,7 @@ from hf_blend import BlendCache, ChunkStore, self_extend, sparse_decoding
 from hf_blend.errors import UnsupportedModelError
 from hf_blend.model import attention
 from hf_blend.model.anatomy import LayerInfo, decoder_layers
-from tests.asking import prefill, prepared
+from tests.asking import memory, prefill, prepared
 from tests.conftest import shared_zoo_model, skip_in_the_oldest, slow_but
 
 GREEDY = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -46,7 +46,7 @@ def frozen(model):
 
 
 def blended(model, pieces, store=None, sparse=False, **settings):
-    cache = BlendCache(model, store or ChunkStore.open("memory://"), recompute_ratio=0.3, **settings)
+    cache = BlendCache(model, store or memory(), recompute_ratio=0.3, **settings)
     with sparse_decoding(model, cache, **SPARSE) if sparse else nullcontext():
         inputs = cache.inputs(None, **pieces)
         return model.generate(**inputs, past_key_values=cache, **GREEDY), cache
@@ -171,7 +171,7 @@ def test_call_is_taken_once_and_never_with_another_cache(pieces):
     capture = attention.AttentionCapture(decoder_layers(model)[0], take)
     ids = torch.tensor([[3, 4, 5]])
     with torch.no_grad():
-        for cache, count in ((None, 0), (BlendCache(model, ChunkStore.open("memory://"), allow_unverified=True), 1)):
+        for cache, count in ((None, 0), (BlendCache(model, memory(), allow_unverified=True), 1)):
             capture.open("another" if cache is None else cache)
             model(ids, past_key_values=cache, use_cache=True)
             assert len(seen) == count

@@ -17,7 +17,7 @@ from hf_blend.model.capture import LEAST_SHARED, capture, capture_chunk, capture
 from hf_blend.model.checks import KV, allowed_of, relative_error
 from hf_blend.model.question import question_ids
 from hf_blend.store.chunk import ChunkKey
-from tests.asking import check_equal, longrope, raising
+from tests.asking import check_equal, longrope, memory, raising
 from tests.chat_templates import TEMPLATES, small_tokenizer
 from tests.conftest import IdTokenizer
 
@@ -182,8 +182,8 @@ def test_prefix_is_computed_with_each_chunk_where_states_or_frequencies_depend_o
 
 def test_prompt_with_nothing_stored_runs_its_chunks_once(tiny_model, pieces):
     model = tiny_model()
-    BlendCache(model, ChunkStore.open("memory://"))  # looked at once, with its store and its probes
-    store = ChunkStore.open("memory://")
+    BlendCache(model, memory())  # looked at once, with its store and its probes
+    store = memory()
     cache = BlendCache(model, store, selector="ramp")
     inputs = cache.inputs(None, **pieces())
     calls = tokens_of_calls(model)

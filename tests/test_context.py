@@ -8,9 +8,10 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from hf_blend import BlendCache, ChunkStore
+from hf_blend import BlendCache
 from hf_blend.model.capture import LEAST_POSITIONS, MOST_TOKENS, TEXT, default_prefix
 from hf_blend.model.identity import fingerprint
+from tests.asking import memory
 from tests.conftest import random_ids, random_pieces
 
 CHUNKS = [random_ids(20, seed) for seed in (1, 2)]
@@ -66,7 +67,7 @@ def test_prompt_of_which_no_tokenizer_is_known_finds_what_is_behind_text(model, 
     with torch.no_grad():
         model(ids, past_key_values=cache, logits_to_keep=1)
     assert cache.report.loaded_chunks == len(keys)
-    with ChunkStore.open("memory://") as empty:
+    with memory() as empty:
         assert empty.stored_prefix(model, fingerprint(model)) == (model.config.bos_token_id,)
 
 

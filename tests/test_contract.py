@@ -13,7 +13,7 @@ import torch
 from tiny_models import tiny_model as zoo_model
 from transformers import DynamicCache
 
-from hf_blend import BlendCache, ChunkStore
+from hf_blend import BlendCache
 from hf_blend.errors import ConfigError
 from hf_blend.prefill.report import warn_once
 from tests.asking import GREEDY, hooks, memory, prepared
@@ -167,7 +167,7 @@ KEPT = attrgetter("author", "inexact_from", "is_recording", "is_prompt_open", "c
 @pytest.mark.parametrize("why", ["embeddings", "padding", "axes", "labels"])
 def test_fallback_reason_is_said_once_where_prompt_cannot_be_searched(shared_model, pieces, caplog, why):
     model = shared_model()
-    store = ChunkStore.open("memory://")
+    store = memory()
     request = pieces()
     store.add(model, None, request["chunks"])
     ids = torch.tensor([[*request["prefix"], *sum(request["chunks"], []), *request["question"]]])

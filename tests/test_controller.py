@@ -11,7 +11,7 @@ from tiny_models import tiny_model
 from hf_blend import ChunkStore, ConfigError
 from hf_blend.loading.controller import LoadingController, advise
 from hf_blend.loading.profile import Point, Profile
-from tests.asking import generated, logits, prepared
+from tests.asking import generated, logits, memory, prepared
 
 
 def cost(tokens: int, ratio: float) -> float:
@@ -106,7 +106,7 @@ def test_controller_recomputes_what_loading_hides_and_never_less_than_ratio(tmp_
 def test_controller_leaves_alone_what_is_in_memory_and_other_models(tmp_path, profile):
     model = tiny_model("llama")
     other = tiny_model("qwen2")
-    store = ChunkStore.open("memory://")
+    store = memory()
     store.controller = LoadingController(model, store, profile=profile, rates={"disk": 1.0})
     store.add(model, None, request()["chunks"], chunk_prefix_ids=(1,))
     _, report = answered(model, store)

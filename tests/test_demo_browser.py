@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from worlds import REFERENCE, reference_questions
 
-from hf_blend import ChunkStore
 from hf_blend.evaluation.demo.compare import compare
 from hf_blend.evaluation.demo.loaded import load_exact
 from hf_blend.evaluation.demo.page import Demo, serve
 from hf_blend.evaluation.demo.request import DemoRequest, first_request
 from hf_blend.evaluation.demo.visitors import Limits, Visitors
+from tests.asking import memory
 
 ROOT = Path(__file__).resolve().parents[1]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -51,7 +51,7 @@ def demo():
 def opened(demo):
     """Answers that the page is shown with, of a small model; the handbook is more than it reads."""
     asked = DemoRequest(TEXT, FIRST, 0.3, "kv-deviation")
-    with ChunkStore.open("memory://") as store:
+    with memory() as store:
         *_, state = compare(demo.loaded, store, asked, demo.visitors.limits)
     panels = []
     for panel in state.panels:

@@ -20,8 +20,9 @@ from calls import count_calls
 from tables import PLACE, filled, load_result
 
 import hf_blend
-from hf_blend import BlendConfig, ChunkStore, plugins
+from hf_blend import BlendConfig, plugins
 from hf_blend.errors import MissingExtraError
+from tests.asking import memory
 from tests.chat_templates import CHATML, DOCUMENTS, QUESTION
 
 from .test_cli import understood
@@ -93,7 +94,7 @@ def ready(models, here):
         "documents": list(DOCUMENTS),
         "question": QUESTION,
         "messages": [{"role": "user", "content": "\n\n".join([*DOCUMENTS, QUESTION])}],
-        "store": ChunkStore.open("memory://"),
+        "store": memory(),
     }
 
 

@@ -171,7 +171,7 @@ def test_what_mixer_or_indexer_does_not_allow_is_refused_by_name():
 def test_without_room_other_models_are_blended_and_hybrids_are_refused(monkeypatch):
     monkeypatch.setattr(anatomy, "layer_extensions", list)
     with pytest.raises(UnsupportedModelError, match="state of another kind"):
-        BlendCache(tiny_model("lfm2"), ChunkStore.open("memory://"))
+        BlendCache(tiny_model("lfm2"), memory())
     subject = subject_of("llama")
     blended = subject.blend(subject.prompts[:1], 0.3)
     assert blended.cache.report.reusable_tokens

@@ -22,6 +22,7 @@ from hf_blend.model import capture
 from hf_blend.model.anatomy import per_model
 from hf_blend.model.identity import fingerprint
 from tests import adapters
+from tests.asking import memory
 
 IDS = torch.arange(3, 35)[None]
 CHUNKS = [list(range(10, 40)), list(range(50, 90))]
@@ -198,14 +199,14 @@ def test_hooks_of_others_are_refused_by_name(kind, where, model):
     with pytest.raises(UnsupportedModelError, match=r"the forward hook .*test_identity\..*<lambda>.*handle\.remove"):
         fingerprint(model)
     with pytest.raises(UnsupportedModelError, match="forward hook"):
-        BlendCache(model, ChunkStore.open("memory://"))
+        BlendCache(model, memory())
     handle.remove()
     assert fingerprint(model) == before
 
 
 @torch.no_grad()
 def test_hook_that_no_glance_sees_is_refused_before_logits_leave(model):
-    store = ChunkStore.open("memory://")
+    store = memory()
     inputs = {"input_ids": torch.tensor([[1, *CHUNKS[0], 5, 6]]), "logits_to_keep": 1}
     store.add(model, None, CHUNKS)
     expected = model(**inputs, past_key_values=BlendCache(model, store)).logits
@@ -245,7 +246,7 @@ def test_hooks_of_observers_and_libraries_are_accepted(model):
 
 
 def refuses(given: nn.Module, text: str) -> None:
-    store = ChunkStore.open("memory://")
+    store = memory()
     with pytest.raises(UnsupportedModelError, match=text):
         BlendCache(given, store)
     with pytest.raises(UnsupportedModelError, match=text):
@@ -299,7 +300,7 @@ def test_add_stores_nothing_of_model_that_changes_meanwhile(model, monkeypatch):
         return iter(chunks)
 
     monkeypatch.setattr(capture, "capture_chunks", train)
-    store = ChunkStore.open("memory://")
+    store = memory()
     with pytest.raises(UnsupportedModelError, match="changed while a chunk was computed"):
         store.add(model, None, CHUNKS)
     assert len(store) == 0
@@ -312,21 +313,21 @@ def chunks_of(store: ChunkStore, model: nn.Module) -> list[torch.Tensor]:
 
 def test_chunks_of_model_in_training_are_those_of_evaluation(tiny_model):
     model = tiny_model("llama", num_hidden_layers=2, attention_dropout=0.5)
-    expected = chunks_of(ChunkStore.open("memory://"), model)
+    expected = chunks_of(memory(), model)
     model.train()
     model.lm_head.eval()
     modes = [module.training for module in model.modules()]
-    assert not differs(chunks_of(ChunkStore.open("memory://"), model), expected)
+    assert not differs(chunks_of(memory(), model), expected)
     assert [module.training for module in model.modules()] == modes
     model.model.layers[1].mlp.down_proj.forward = lambda *_: 1 / 0
     with pytest.raises(ZeroDivisionError):
-        chunks_of(ChunkStore.open("memory://"), model)
+        chunks_of(memory(), model)
     assert [module.training for module in model.modules()] == modes
 
 
 def test_autocast_changes_no_chunk_and_is_refused_in_requests(model):
-    store = ChunkStore.open("memory://")
-    expected = chunks_of(ChunkStore.open("memory://"), model)
+    store = memory()
+    expected = chunks_of(memory(), model)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert not differs(chunks_of(store, model), expected)
         BlendCache(model, store)  # the self-test is not misled
@@ -339,7 +340,7 @@ def test_autocast_changes_no_chunk_and_is_refused_in_requests(model):
 def test_gradient_checkpointing_in_training_is_refused_by_name(model):
     model.gradient_checkpointing_enable()
     model.train()
-    store = ChunkStore.open("memory://")
+    store = memory()
     with pytest.raises(ConfigError, match=r"2 layers of LlamaForCausalLM checkpoint their gradients.*model\.eval"):
         generate(model, store)
     model.eval()
@@ -348,7 +349,7 @@ def test_gradient_checkpointing_in_training_is_refused_by_name(model):
 
 @pytest.mark.parametrize(("factor", "computed"), [(1 + 1e-4, 0), (1.1, 1)])
 def test_chunk_with_another_canary_is_miss(factor, computed, model):
-    store = ChunkStore.open("memory://")
+    store = memory()
     [key] = store.add(model, None, CHUNKS[:1])
     chunk = store.get(key)
     numbers = capture._decoded(chunk.canary) * factor
@@ -400,7 +401,7 @@ def test_adapters_count_by_weights_scale_and_activity():
 @pytest.mark.parametrize("call", ["generate", "forward"])
 def test_adapters_that_are_chosen_per_request_are_refused(call):
     model = adapters.adapted()
-    store = ChunkStore.open("memory://")
+    store = memory()
     cache = BlendCache(model, store)
     inputs = cache.inputs(None, chunks=CHUNKS, question=[7, 8, 9])
     run = model if call == "forward" else partial(model.generate, max_new_tokens=2, do_sample=False)

@@ -9,11 +9,12 @@ import pytest
 import torch
 from transformers import AutoConfig, DynamicCache
 
-from hf_blend import BlendCache, ChunkStore, PromptError
+from hf_blend import BlendCache, PromptError
 from hf_blend.context.sequence_cache import SequenceCache
 from hf_blend.model.anatomy import other_inputs, placeholder_ids
 from hf_blend.model.identity import fingerprint
 from hf_blend.store.chunk import ChunkKey
+from tests.asking import memory
 from tests.tiny_image_models import IMAGE, image_inputs, image_tokens, tiny_image_model
 
 PREFIX = [1, 5, 6, 7]
@@ -25,7 +26,7 @@ GREEDY = {"max_new_tokens": 4, "do_sample": False}
 
 
 def filled(kind):
-    store = ChunkStore.open("memory://")
+    store = memory()
     store.add(tiny_image_model(kind), None, CHUNKS)
     return store
 
@@ -114,7 +115,7 @@ def test_other_inputs_are_named_by_forward_or_hold_tensors(given, names):
 def test_placeholders_are_refused_by_name():
     kind = "llava"
     model = tiny_image_model("llava")
-    store = ChunkStore.open("memory://")
+    store = memory()
     with pytest.raises(PromptError, match=r"chunk 1 holds the placeholder token 120, where Llava.* computed in place"):
         store.add(model, None, [CHUNKS[0], [11, IMAGE, 12]])
     assert len(store) == 0

@@ -10,6 +10,7 @@ import torch
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.prefill import blend
 from hf_blend.prefill.importance import token_weights
+from tests.asking import memory
 
 TEXTS = [
     "The clock of the old house is nine minutes slow, and nobody repairs it.",
@@ -41,7 +42,7 @@ def forward(models):
 
     def run(change=lambda number, chunk: chunk, **settings):
         model, tokenizer = models["bytes"]
-        store = ChunkStore.open("memory://")
+        store = memory()
         for number, key in enumerate(store.add(model, tokenizer, TEXTS)):
             stored = store.get(key)
             store.remove([key.digest])
@@ -109,7 +110,7 @@ def test_stored_importance_is_ramp_where_nothing_is_stored_and_words_do_not_coun
 
 def test_stored_importance_chooses_in_batch_as_alone(models):
     model, tokenizer = models["bytes"]
-    store = ChunkStore.open("memory://")
+    store = memory()
     questions = [ASKED, "Who keeps bees?"]
     chunks = [TEXTS, TEXTS[:0:-1]]
     settings = {"selector": "stored-importance", "recompute_ratio": 0.3}

@@ -14,6 +14,7 @@ from hf_blend.evaluation.bundled import load_model
 from hf_blend.evaluation.documents import Document
 from hf_blend.evaluation.indexing import Indexer
 from hf_blend.evaluation.retrieving import Splitter
+from tests.asking import memory
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def test_indexer_that_was_stopped_continues_where_it_was(tmp_path, loaded, piece
 
 
 def test_indexer_knows_bytes_and_refuses_store_that_is_too_small(tmp_path, loaded, pieces):
-    with ChunkStore.open("memory://") as store:
+    with memory() as store:
         indexer = Indexer(*loaded, store, pieces)
         indexer.run()
         keys = store.keys(*loaded, [piece.prompt_text for piece in pieces])

@@ -9,14 +9,14 @@ import torch
 from families import EXTEND, broken, verify_types
 from tiny_models import tiny_model
 
-from hf_blend import BlendCache, ChunkStore, SequenceCache, UnsupportedModelError, self_extend
+from hf_blend import BlendCache, SequenceCache, UnsupportedModelError, self_extend
 from hf_blend.context import checks, sequence_layer, tables
 from hf_blend.context import self_extend as extending
 from hf_blend.context.session import save_session
 from hf_blend.errors import ConfigError
 from hf_blend.verify.model_under_test import ModelUnderTest
 from hf_blend.verify.runner import verify
-from tests.asking import prompt
+from tests.asking import memory, prompt
 from tests.conftest import shared_zoo_model, skip_in_the_oldest, slow_but
 from tests.sequences import fed, filled
 
@@ -156,7 +156,7 @@ def test_holes_are_refused_where_attention_counts_tokens(name):
 
 def test_nothing_is_stored_or_blended_that_model_computes_inside_self_extend(tmp_path):
     model = shared_zoo_model("llama")
-    store = ChunkStore.open("memory://")
+    store = memory()
     ids = prompt(40)
     blend = BlendCache(model, store)
     inputs = blend.inputs(None, chunks=[ids[0, :30].tolist()], question=ids[0, 30:].tolist())

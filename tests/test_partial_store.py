@@ -16,7 +16,7 @@ from hf_blend import BlendCache, ChunkStore, ConfigError, plugins, sparse_decodi
 from hf_blend.sparse.partial import loading
 from hf_blend.sparse.partial.loading import PartialLoading
 from hf_blend.sparse.partial.reader import keep_in_blocks
-from tests.asking import check_equal
+from tests.asking import check_equal, memory
 from tests.forging import first_block
 from tests.test_partial import CHUNKS, PIECES, faults
 
@@ -56,7 +56,7 @@ def test_it_is_what_block_gives_and_model_is_untouched(untouched, tmp_path, atte
         assert any(layer.visible is not None for layer in cache.layers)
     assert 0 < cache.report.partial["loaded_bytes"] < cache.report.partial["all_bytes"]
     assert "bytes loaded in part" in str(cache.report)
-    _, whole = asked(model, ChunkStore.open("memory://"))
+    _, whole = asked(model, memory())
     assert not torch.equal(got, whole), "or this test would not see what was loaded"
 
 
@@ -122,7 +122,7 @@ def test_batch_is_loaded_whole(model):
     cache, got = asked(model, store, BATCH)
     assert cache.report.partial["whole_layers"] == len(cache.layers)
     assert all(layer.visible is None for layer in cache.layers)
-    _, expected = asked(model, ChunkStore.open("memory://"), BATCH)
+    _, expected = asked(model, memory(), BATCH)
     assert torch.equal(got, expected)
 
 

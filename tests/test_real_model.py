@@ -5,6 +5,7 @@
 import pytest
 
 from hf_blend import BlendCache, ChunkStore
+from tests.asking import memory
 
 NOTES = ["The keeper of the light at Skerry is Una Moss.", "A lantern costs four pounds."]
 QUESTION = "Who keeps the light?"
@@ -12,7 +13,7 @@ QUESTION = "Who keeps the light?"
 
 @pytest.fixture
 def cache(smollm2) -> BlendCache:
-    return BlendCache(smollm2[0], ChunkStore.open("memory://"), recompute_ratio=1.0)
+    return BlendCache(smollm2[0], memory(), recompute_ratio=1.0)
 
 
 def test_real_model_answers(smollm2):

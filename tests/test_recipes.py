@@ -11,7 +11,7 @@ import pytest
 from hf_blend import BlendCache, BlendConfig, ChunkStore
 from hf_blend.model.identity import fingerprint
 from hf_blend.recipes import DEFAULT, Recipe, Recipes
-from tests.asking import PIECES, prefilled
+from tests.asking import PIECES, memory, prefilled
 
 TUNED = Recipe({"selector": "boundary", "recompute_ratio": 0.3}, "tuned on 4 prompts")
 
@@ -110,11 +110,11 @@ def test_recipe_that_is_no_regular_file_is_left_out_and_named(replace, tmp_path,
 
 def test_store_in_memory_keeps_recipe(shared_model):
     model = shared_model()
-    store = ChunkStore.open("memory://")
+    store = memory()
     assert not store.recipes
     store.recipes.put(fingerprint(model), TUNED)
     assert BlendCache(model, store).config.selector == "boundary"
-    assert not ChunkStore.open("memory://").recipes
+    assert not memory().recipes
 
 
 def test_file_that_folder_names_is_never_run(shared_model, tmp_path, caplog):
@@ -139,7 +139,7 @@ def test_file_that_folder_names_is_never_run(shared_model, tmp_path, caplog):
 
 def test_recipe_whose_rule_needs_question_is_left_out_where_choice_may_not_depend_on_it(shared_model, monkeypatch):
     model = shared_model()
-    store = ChunkStore.open("memory://")
+    store = memory()
     store.recipes.put(fingerprint(model), Recipe({"selector": "query-attention"}, "tuned"))
     assert store.recipe(model).source == "tuned"
     monkeypatch.setattr(store, "part_loader", lambda cache: None)

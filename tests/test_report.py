@@ -7,9 +7,10 @@ import json
 import pytest
 import torch
 
-from hf_blend import BlendCache, ChunkStore
+from hf_blend import BlendCache
 from hf_blend.model.anatomy import layer_costs
 from hf_blend.prefill.report import BlendReport
+from tests.asking import memory
 
 LAYERS = 4
 REUSABLE = range(5, 76)
@@ -28,7 +29,7 @@ def report(shared_model, pieces, tokenizer):
 
     def run(request=None, **settings):
         model = shared_model(**settings.pop("config", {}))
-        cache = BlendCache(model, ChunkStore.open("memory://"), **{"selector": "kv-deviation", **settings})
+        cache = BlendCache(model, memory(), **{"selector": "kv-deviation", **settings})
         inputs = cache.inputs(tokenizer, **(request or pieces()))
         model.generate(**inputs, past_key_values=cache, max_new_tokens=2, do_sample=False, eos_token_id=None)
         return cache.report
@@ -72,7 +73,7 @@ def test_charged_budget_is_what_count_by_hand_gives(report, selector, ratio):
 
 def test_behind_history_every_token_is_charged_for_keys_of_history_too(shared_model, pieces, tokenizer):
     model = shared_model()
-    cache = BlendCache(model, ChunkStore.open("memory://"), recompute_ratio=0.3, selector="kv-deviation")
+    cache = BlendCache(model, memory(), recompute_ratio=0.3, selector="kv-deviation")
     given = {"past_key_values": cache, "max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
     output = model.generate(**cache.inputs(tokenizer, **pieces()), **given)
     held = cache.get_seq_length()

@@ -5,9 +5,10 @@
 import pytest
 import torch
 
-from hf_blend import BlendCache, ChunkStore, observer
+from hf_blend import BlendCache, observer
 from hf_blend.model.anatomy import decoder_layers
 from hf_blend.sparse.decoding import sparse_decoding
+from tests.asking import memory
 from tests.conftest import build_tiny_model
 from tests.second_device import move, second_device
 
@@ -15,7 +16,7 @@ GREEDY = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_to
 
 
 def generated(model, inputs_of, sparse=False, **settings):
-    cache = BlendCache(model, ChunkStore.open("memory://"), **{"recompute_ratio": 0.15, **settings})
+    cache = BlendCache(model, memory(), **{"recompute_ratio": 0.15, **settings})
     inputs = inputs_of(cache)
     if sparse:
         with sparse_decoding(model, cache, share=0.3, block_tokens=8):
@@ -47,7 +48,7 @@ def values_asked_in_layers(model, store, pieces, mode, **settings):
 @pytest.mark.parametrize("selector", ["boundary", "kv-deviation", "query-attention"])
 def test_inside_layers_no_value_is_asked_of_device_but_once_per_request(models, pieces, selector):
     with second_device() as mode, torch.no_grad():
-        store = ChunkStore.open("memory://")
+        store = memory()
         store.add(models[1], None, pieces()["chunks"])
         asked = values_asked_in_layers(models[1], store, pieces, mode, selector=selector)
     assert asked <= 1  # does layer 0 fit

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_blend import ChunkStore, observer
-from tests.asking import prefilled, raising
+from tests.asking import memory, prefilled, raising
 
 CHUNKS = 10
 TOKENS = 20
@@ -24,7 +24,7 @@ def prompt(pieces):
 @pytest.fixture
 def chunk_bytes(shared_model, prompt):
     """Of one of them."""
-    with ChunkStore.open("memory://") as store:
+    with memory() as store:
         ask(shared_model(MODEL), store, prompt)
         entries = [entry for entry in store.entries() if entry.tokens == TOKENS]
         held = store.stats()["bytes"]["memory"]
@@ -40,7 +40,7 @@ def ask(model, store, prompt, ratio=0.2):
 
 def test_notice_says_how_much_of_prompt_there_is_room_for(shared_model, prompt, chunk_bytes):
     model = shared_model(MODEL)
-    with ChunkStore.open("memory://") as large:
+    with memory() as large:
         expected = ask(model, large, prompt)
     with ChunkStore.open("memory://", memory_bytes=int(6.5 * chunk_bytes)) as store:
         first, *more = [ask(model, store, prompt) for _ in range(3)]

@@ -12,13 +12,13 @@ from tiny_models import tiny_model
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from hf_blend import BlendCache, ChunkStore, ConfigError, UnsupportedModelError, observer, plugins, sparse_decoding
+from hf_blend import BlendCache, ConfigError, UnsupportedModelError, observer, plugins, sparse_decoding
 from hf_blend.cache.layers import BlendLayer
 from hf_blend.sparse.blocks import BlockedLayer
 from hf_blend.sparse.config import SparseConfig
 from hf_blend.sparse.lock import Selection, SelectionLock, SparseMetrics
 from hf_blend.sparse.masks import cut_mask
-from tests.asking import check_equal
+from tests.asking import check_equal, memory
 from tests.conftest import ROOT, slow_but
 
 SMALL = {"share": 0.4, "block_tokens": 8, "min_tokens": 0, "recent_blocks": 1}
@@ -39,7 +39,7 @@ def padded():
 
 
 def new_cache(model):
-    return BlendCache(model, ChunkStore.open("memory://"))
+    return BlendCache(model, memory())
 
 
 def generated(model, inputs, **settings):
@@ -297,7 +297,7 @@ def test_draft_of_another_vocabulary_is_refused_by_name(model):
 
 
 def test_sparse_decoding_refuses_kv_beyond_device(model):
-    cache = BlendCache(model, ChunkStore.open("memory://"), kv_device_map="cpu")
+    cache = BlendCache(model, memory(), kv_device_map="cpu")
     with pytest.raises(ConfigError, match="kv_device_map"), sparse_decoding(model, cache):
         pass
 

@@ -17,8 +17,7 @@ import torch
 from tiny_models import tiny_model as zoo_model
 from transformers import DynamicCache
 
-from hf_blend import ChunkStore
-from tests.asking import GREEDY, PIECES, longrope, prefilled, prepared
+from tests.asking import GREEDY, PIECES, longrope, memory, prefilled, prepared
 from tests.asking import prefill as logits
 from tests.conftest import shared_zoo_model
 
@@ -94,7 +93,7 @@ def test_chunked_attention_keeps_one_chunk_and_says_what_it_says_without_cache()
 
 def test_frequencies_that_depend_on_longest_prompt_so_far_are_those_of_plain_model():
     model = zoo_model("llama", rope_parameters=DYNAMIC, max_position_embeddings=58)
-    store = ChunkStore.open("memory://")
+    store = memory()
     twin = copy.deepcopy(model)
     assert error(model, PIECES, other=twin, store=store) <= 1e-5
     before = logits(twin, prepared(model, PIECES, store=store)[1], DynamicCache())

@@ -10,13 +10,13 @@ import pytest
 import torch
 from tiny_models import tiny_model as build
 
-from hf_blend import BlendCache, ChunkStore
+from hf_blend import BlendCache
 from hf_blend.cache.blend_cache import trial_cache
 from hf_blend.errors import UnsupportedModelError
 from hf_blend.model.calibrate import ensure_trusted, ratio_1, shared_scale
 from hf_blend.model.checks import CHECKS, CheckedModel, allowed_of, token_errors
 from hf_blend.prefill import rows
-from tests.asking import looking_ahead, raising
+from tests.asking import looking_ahead, memory, raising
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -47,11 +47,11 @@ def test_user_may_overrule_it_and_is_warned_once(tiny_model, monkeypatch, caplog
     model = tiny_model()
     with caplog.at_level(logging.WARNING, "hf_blend"):
         for _ in range(3):
-            BlendCache(model, ChunkStore.open("memory://"), allow_unverified=True)
+            BlendCache(model, memory(), allow_unverified=True)
     said = [record.message for record in caplog.records if "without being verified" in record.message]
     assert said == [caplog.messages[0]]
     with pytest.raises(UnsupportedModelError):
-        BlendCache(model, ChunkStore.open("memory://"))
+        BlendCache(model, memory())
 
 
 def test_without_style_there_is_nothing_to_blend_with_so_nothing_overrules_it(tiny_model):
@@ -66,10 +66,10 @@ def test_model_is_tested_once_and_again_with_another_attention(tiny_model, monke
     instead = replace(CHECKS["ratio_1"], measure=lambda subject: calls.append(1) or ratio_1(subject))
     monkeypatch.setitem(CHECKS, "ratio_1", instead)
     for _ in range(3):
-        BlendCache(model, ChunkStore.open("memory://"))
+        BlendCache(model, memory())
     assert len(calls) == 1
     model.set_attn_implementation("eager")
-    BlendCache(model, ChunkStore.open("memory://"))
+    BlendCache(model, memory())
     assert len(calls) == 2
 
 
@@ -89,7 +89,7 @@ def test_projections_that_quantise_whole_call_by_one_scale_are_named(seed, tiny_
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = torch.ao.quantization.quantize_dynamic(build("llama", seed=seed), {torch.nn.Linear})
-    store = ChunkStore.open("memory://")
+    store = memory()
     said = r"self_attn\.q_proj \(torch\.ao\..*Linear\) quantises .* by one scale"
     with pytest.raises(UnsupportedModelError, match=said):
         BlendCache(model, store)

@@ -127,8 +127,6 @@ def behind_something_else(model: Any, cache: Any, token_ids: Any) -> Any:
     return capture.capture(model, torch.tensor([[5] * cache.get_seq_length() + token_ids]))
 
 
-
-
 def where_they_were(self: Any, old: Any, new: Any) -> list[None]:
     return [None] * len(self.styles)
 
@@ -207,9 +205,7 @@ def breaks() -> Iterator[Any]:
         owners.add(owner)
 
 
-@pytest.mark.parametrize(
-    ("rung", "broken", "instead"), [*breaks()], ids=lambda one: getattr(one, "__name__", one)
-)
+@pytest.mark.parametrize(("rung", "broken", "instead"), [*breaks()], ids=lambda one: getattr(one, "__name__", one))
 def test_check_fails_when_what_it_claims_is_broken(rung, broken, instead, monkeypatch):
     family = FAMILY_OF.get(rung, "llama")
     model = trusted(family) if family == "llama" else model_of(family)

@@ -28,18 +28,28 @@ TENANTS = tuple(Tenant(name, key) for name, key in KEYS.items())
 OTHER = "And of which year is the crane of the harbour?"
 
 
-def stock_answer(model, tokenizer, messages, new_tokens=8, documents=(), **settings):
+def stock_answer(model, tokenizer, messages, documents=()):
     """What plain `generate` answers; documents are before the first question."""
     messages = [dict(message) for message in messages]
     messages[0]["content"] = "\n\n".join([*documents, messages[0]["content"]])
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=False)
-    settings = {"do_sample": False} | settings
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, **settings)
-    return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+    return continued(model, tokenizer, ids)
+
+
+def continued(model, tokenizer, ids):
+    """The text that plain `generate` writes behind ids."""
+    mask = torch.ones_like(ids)
+    output = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
+    answer = output[0, ids.shape[1] :]
+    return tokenizer.decode(answer, skip_special_tokens=True)
 
 
 def asked(text=QUESTION):
     return [{"role": "user", "content": text}]
+
+
+def answered(text):
+    return {"role": "assistant", "content": text}
 
 
 def text_of(response):
@@ -49,6 +59,11 @@ def text_of(response):
 
 def report_of(response):
     return response.json()["usage"]["hf_blend"]
+
+
+def check_refused(response, status, code):
+    assert response.status_code == status
+    assert response.json()["error"]["code"] == code
 
 
 def client_of(server, key="none"):
@@ -70,17 +85,23 @@ def streamed(chunks):
     return text, reasons, usage
 
 
+def job(tell, tokens):
+    """A request for so many tokens."""
+    message = wire.Message(role="user", content="Where?")
+    request = wire.ChatRequest(messages=[message], max_tokens=tokens)
+    return worker_module.Job("", request, tell, time.monotonic() + 60)
+
+
 def block(server):
     """Let the worker write an answer that goes on when the returned event is set."""
     gate = threading.Event()
     parts = []
-    request = wire.ChatRequest(messages=[wire.Message(role="user", content="Where?")], max_tokens=2)
 
     def tell(part):
         parts.append(part)
         gate.wait(60)
 
-    server.worker.submit(worker_module.Job("", request, tell, time.monotonic() + 60))
+    server.worker.submit(job(tell, 2))
     wait_for(lambda: parts, "the first token")
     return gate
 
@@ -101,8 +122,7 @@ def test_completion_is_that_of_stock_generate(serve, chatting):
         body = {"prompt": OTHER, "documents": DOCUMENTS[:1], "temperature": 0, "max_tokens": 8}
         answer = server.post("/v1/completions", body).json()["choices"][0]
     ids = tokenizer(f"{DOCUMENTS[0]}\n\n{OTHER}", return_tensors="pt")["input_ids"]
-    output = model.generate(ids, max_new_tokens=8, do_sample=False)
-    assert answer["text"] == tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+    assert answer["text"] == continued(model, tokenizer, ids)
 
 
 def test_stored_documents_are_reused_in_any_order(serve):
@@ -143,7 +163,7 @@ def test_continued_and_healed_conversation_is_that_of_stock_generate(serve, chat
         first = text_of(server.chat(QUESTION, documents=DOCUMENTS))
         (conversation,) = server.worker._conversations
         wait_for(lambda: conversation.is_healed, "healing")
-        messages = [*asked(), {"role": "assistant", "content": first}, *asked(OTHER)]
+        messages = [*asked(), answered(first), *asked(OTHER)]
         second = server.chat(messages, documents=DOCUMENTS)
         assert text_of(second) == stock_answer(model, tokenizer, messages, documents=DOCUMENTS)
         assert server.worker.healed_tokens > 0
@@ -157,7 +177,7 @@ def test_conversations_are_kept_by_tenant_and_only_latest(serve):
             server.chat(text, KEYS["anna"])
         kept = [conversation.input.messages for conversation in server.worker._conversations]
         assert kept == [asked("Two?"), asked("Three?")]
-        turn = [*asked("Three?"), {"role": "assistant", "content": "No."}, *asked("Why?")]
+        turn = [*asked("Three?"), answered("No."), *asked("Why?")]
         of_ben = server.chat(turn, KEYS["ben"])
         assert report_of(of_ben)["continued_tokens"] == 0
         of_anna = server.chat(turn, KEYS["anna"])
@@ -166,8 +186,8 @@ def test_conversations_are_kept_by_tenant_and_only_latest(serve):
 
 def test_edited_conversation_is_moved_where_asked_for(serve, chatting):
     long = " ".join(DOCUMENTS)
-    first = [*asked(f"Hm. {long}"), {"role": "assistant", "content": "Yes."}, *asked(long)]
-    edited = [*asked("Well."), *first[1:], {"role": "assistant", "content": "No."}, *asked("Why?")]
+    first = [*asked(f"Hm. {long}"), answered("Yes."), *asked(long)]
+    edited = [*asked("Well."), *first[1:], answered("No."), *asked("Why?")]
     for edits in ("compute", "blend"):
         with serve(edits=edits, heal=False, recompute_ratio=1.0) as server:
             server.chat(first)
@@ -205,19 +225,17 @@ def test_seed_temperature_and_stop(serve, chatting):
 
 def test_assistant_message_is_continued(serve, chatting):
     model, tokenizer = chatting
-    messages = [*asked(), {"role": "assistant", "content": "It is nine"}]
+    messages = [*asked(), answered("It is nine")]
     with serve(config=EVERYTHING) as server:
         text = text_of(server.chat(messages))
     ids = tokenizer.apply_chat_template(messages, continue_final_message=True, return_tensors="pt", return_dict=False)
-    output = model.generate(ids, max_new_tokens=8, do_sample=False)
-    assert text == tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+    assert text == continued(model, tokenizer, ids)
 
 
 def test_four_clients_at_once_streamed_and_not(serve):
-    questions = [f"{QUESTION} {number}" for number in range(4)]
-
     def ask(server, number, is_streamed):
-        fields = {"model": "tiny", "messages": asked(questions[number]), "temperature": 0, "max_tokens": 12}
+        question = f"{QUESTION} {number}"
+        fields = {"model": "tiny", "messages": asked(question), "temperature": 0, "max_tokens": 12}
         extra = {"documents": [DOCUMENTS[number % 3], DOCUMENTS[(number + 1) % 3]]}
         chat = client_of(server).chat.completions
         if not is_streamed:
@@ -265,7 +283,7 @@ def test_keys_are_needed_and_open_namespaces(serve):
         for key in ("none", "wrong", "a" * 15, "ä" * 8):
             headers = {"authorization": f"Bearer {key}".encode()}
             answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"}, headers=headers)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "bad_key")
+            check_refused(answer, 401, "bad_key")
         with pytest.raises(openai.AuthenticationError):
             client_of(server, "wrong").models.list()
         (model,) = client_of(server, KEYS["anna"]).models.list()
@@ -307,9 +325,8 @@ def test_refusal_has_code_and_names_its_field(serve):
     with serve() as server:
         for name, (fields, code, param) in REFUSED.items():
             answer = server.post("/v1/chat/completions", {"messages": asked(), **fields})
-            assert answer.status_code == 400, name
-            error = answer.json()["error"]
-            assert (error["code"], error["param"]) == (code, param), name
+            check_refused(answer, 400, code)
+            assert answer.json()["error"]["param"] == param, name
 
 
 def test_first_delta_has_role_and_content_and_last_is_empty(serve):
@@ -327,10 +344,8 @@ def test_length_is_bounded(serve):
     with serve({"tokens": 120}) as server:
         for fields in ({"max_tokens": 100}, {"documents": DOCUMENTS}, {"documents": ["a " * 3000]}):
             answer = server.chat(QUESTION, **fields)
-            assert answer.status_code == 400
+            check_refused(answer, 400, "context_length_exceeded")
             assert "expected at most" in answer.text
-            error = answer.json()["error"]
-            assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
         answer = server.chat(QUESTION, max_tokens=None)
         assert answer.json()["usage"]["total_tokens"] <= 120
 
@@ -345,7 +360,7 @@ def test_queue_and_seconds_are_bounded(serve):
         time.sleep(1.2)
         gate.set()
         late = waiting.result()
-        assert (late.status_code, late.json()["error"]["code"]) == (503, "timeout")
+        check_refused(late, 503, "timeout")
         assert server.chat(QUESTION).status_code == 200
 
 
@@ -366,9 +381,8 @@ def test_close_tells_those_who_wait(chatting, store):
     worker = worker_module.ModelWorker(*chatting, {"": store}, wire.RequestLimits(), heal=False)
     worker.start()
     told = [queue.SimpleQueue() for _ in range(3)]
-    request = wire.ChatRequest(messages=[wire.Message(role="user", content="Where?")], max_tokens=1500)
     for one in told:
-        worker.submit(worker_module.Job("", request, one.put, time.monotonic() + 60))
+        worker.submit(job(one.put, 1500))
     told[0].get()
     worker.close()
     for one in told:
@@ -378,7 +392,7 @@ def test_close_tells_those_who_wait(chatting, store):
         assert isinstance(last, wire.Refused)
         assert (last.status, last.code) == (503, "stopping")
     with pytest.raises(wire.Refused, match="about to stop"):
-        worker.submit(worker_module.Job("", request, print, time.monotonic() + 60))
+        worker.submit(job(print, 1500))
 
 
 def test_failure_is_answered_and_logged_once(serve, chatting, monkeypatch, caplog):
@@ -402,7 +416,7 @@ def test_full_memory_forgets_conversations(serve, chatting, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(chatting[0], "generate", fail)
             answer = server.chat(OTHER)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "memory")
+        check_refused(answer, 503, "memory")
         assert not server.worker._conversations
 
 

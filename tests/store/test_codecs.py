@@ -18,7 +18,7 @@ from hf_blend.prompt.pieces import tokenize
 from hf_blend.store.entry import KIND, EntryReader, Header, PackedChunk
 from hf_blend.store.tiers.base import BytesSource, EntryFault
 from hf_blend.store.tiers.memory import MemoryTier
-from tests.asking import logits
+from tests.asking import logits, memory
 
 from .conftest import header_of, reheaded, with_plan, with_text
 
@@ -165,4 +165,4 @@ def test_request_gives_same_bits_from_computed_and_loaded_chunks(tmp_path, share
         loaded = asked(store)
     assert computed.equal(held)
     assert computed.equal(loaded)
-    assert not computed.equal(asked(ChunkStore.open("memory://")))
+    assert not computed.equal(asked(memory()))

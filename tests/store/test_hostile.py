@@ -12,7 +12,7 @@ from hf_blend.model.capture import capture_chunk
 from hf_blend.model.identity import fingerprint
 from hf_blend.prefill.plan import layout_of
 from hf_blend.store import ChunkStore, index
-from tests.asking import logits
+from tests.asking import logits, memory
 
 CHUNK = list(range(20, 44))
 PIECES = {"prefix": [5, 6], "chunks": [CHUNK, list(range(50, 70))], "question": [7, 8, 9]}
@@ -107,7 +107,7 @@ def test_crafted_entry_costs_request_time_and_nothing_else(tmp_path, forge, mode
 
 def test_chunk_of_another_layout_in_memory_is_dropped(model, stored, chunk):
     layout = layout_of(model)
-    store = ChunkStore.open("memory://")
+    store = memory()
     store.put(chunk(CHUNK, fingerprint=stored.key.fingerprint))
     assert store.get(stored.key) is not None
     assert store.get(stored.key, layout=layout) is None

@@ -14,7 +14,7 @@ from hf_blend.errors import ConfigError, MissingExtraError
 from hf_blend.store import store as store_module
 from hf_blend.store.tiers.memory import MemoryTier
 from hf_blend.store.tiers.remote import AWAY_S, HEAD_BYTES, PIECE_BYTES
-from tests.asking import logits, noting, raising
+from tests.asking import logits, memory, noting, raising
 
 NAME = "ab" * 8 + "/" + "e" * 64
 LARGE = bytes(range(256)) * ((2 * PIECE_BYTES + HEAD_BYTES) // 256 + 7)
@@ -66,7 +66,7 @@ def test_generation_continues_when_server_is(how, new_server, served_tier, tiny_
         got, cache = logits(model, request, store=store, recompute_ratio=0.3)
         return got, cache.report.computed_chunks
 
-    expected, _ = generate(ChunkStore.open("memory://"))
+    expected, _ = generate(memory())
     server = new_server("s3")
     tier = served_tier("s3", server)
     store = ChunkStore(None, [tier])

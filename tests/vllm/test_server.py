@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from hf_blend import BlendCache, BlendConfig, ChunkStore
+from hf_blend import BlendCache, BlendConfig
 from hf_blend.integrations.vllm import request_fields
+from tests.asking import memory
 from tests.servers import Server
 from tests.vllm.conftest import differing
 
@@ -144,7 +145,7 @@ def make_fields(model, texts, question, tenant="a"):
 
 def answer_alone(model, fields, texts):
     """What a lone `BlendCache` over a store of its own answers."""
-    with ChunkStore.open("memory://") as store:
+    with memory() as store:
         cache = BlendCache(model[0], store, CONFIG)
         inputs = cache.inputs_from_messages(model[1], fields["messages"], texts)
         output = model[0].generate(**inputs, past_key_values=cache, max_new_tokens=NEW_TOKENS, do_sample=False)
