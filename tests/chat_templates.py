@@ -36,13 +36,22 @@ GEMMA = TEMPLATES["gemma"]
 PHI = TEMPLATES["phi"]
 COMMAND_R = TEMPLATES["command_r"]
 
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def assistant(content):
+    return {"role": "assistant", "content": content}
+
+
 JOINED = "\n\n".join(DOCUMENTS)
 SYSTEM = {"role": "system", "content": "You answer from documents, in a few words."}
-ASKED = {"role": "user", "content": f"{JOINED}\n\nQuestion: {QUESTION}"}
+ASKED = user(f"{JOINED}\n\nQuestion: {QUESTION}")
 TURNS = [
-    {"role": "user", "content": f"Here is what I found.\n\n<doc>{DOCUMENTS[0]}</doc>"},
-    {"role": "assistant", "content": "<think>\nA harbour.\n</think>\n\nThank you, what is the question?"},
-    {"role": "user", "content": f"- {DOCUMENTS[2]}\n- {DOCUMENTS[1]}\n\n{QUESTION}"},
+    user(f"Here is what I found.\n\n<doc>{DOCUMENTS[0]}</doc>"),
+    assistant("<think>\nA harbour.\n</think>\n\nThank you, what is the question?"),
+    user(f"- {DOCUMENTS[2]}\n- {DOCUMENTS[1]}\n\n{QUESTION}"),
 ]
 PARTS = [{"type": "text", "text": part} for part in (*DOCUMENTS, QUESTION)]
 TITLED = [{"title": text[:12], "text": text} for text in DOCUMENTS]
@@ -51,7 +60,7 @@ CASES = {
     "qwen3 with tools and turns": (QWEN3, [SYSTEM, *TURNS], DOCUMENTS, {"tools": TOOLS}),
     "llama 3": (LLAMA3, [SYSTEM, ASKED], DOCUMENTS, {}),
     "mistral, several turns": (MISTRAL, TURNS, DOCUMENTS, {}),
-    "gemma, content in parts": (GEMMA, [{"role": "user", "content": PARTS}], DOCUMENTS, {}),
+    "gemma, content in parts": (GEMMA, [user(PARTS)], DOCUMENTS, {}),
     "phi, a system prompt with documents": (PHI, [{**SYSTEM, "content": JOINED}, TURNS[0]], DOCUMENTS, {}),
     "command-r, its own documents": (COMMAND_R, [SYSTEM, {**ASKED, "content": QUESTION}], TITLED, {}),
 }

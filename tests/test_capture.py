@@ -18,7 +18,7 @@ from hf_blend.model.checks import KV, allowed_of, relative_error
 from hf_blend.model.question import question_ids
 from hf_blend.store.chunk import ChunkKey
 from tests.asking import check_equal, longrope, memory, raising
-from tests.chat_templates import TEMPLATES, small_tokenizer
+from tests.chat_templates import TEMPLATES, small_tokenizer, user
 from tests.conftest import IdTokenizer
 
 CHUNK = tuple(range(10, 40))
@@ -297,7 +297,7 @@ def test_question_is_what_a_chat_template_writes_behind_a_chunk(shared_model, ki
     tokenizer = small_tokenizer()
     tokenizer.chat_template = TEMPLATES[kind]
     model = shared_model(vocab_size=len(tokenizer))
-    message = {"role": "user", "content": "A text." + TEXT_BEHIND}
+    message = user("A text." + TEXT_BEHIND)
     text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
     ids = question_ids(model, tokenizer)
     behind = tokenizer.decode(ids)

@@ -23,7 +23,7 @@ import hf_blend
 from hf_blend import BlendConfig, plugins
 from hf_blend.errors import MissingExtraError
 from tests.asking import memory
-from tests.chat_templates import CHATML, DOCUMENTS, QUESTION
+from tests.chat_templates import CHATML, DOCUMENTS, QUESTION, user
 
 from .test_cli import understood
 
@@ -93,7 +93,7 @@ def ready(models, here):
         "tokenizer": tokenizer,
         "documents": list(DOCUMENTS),
         "question": QUESTION,
-        "messages": [{"role": "user", "content": "\n\n".join([*DOCUMENTS, QUESTION])}],
+        "messages": [user("\n\n".join([*DOCUMENTS, QUESTION]))],
         "store": memory(),
     }
 

@@ -17,7 +17,7 @@ from hf_blend.cache import healing
 from hf_blend.context.self_extend import self_extend
 from hf_blend.errors import ConfigError, UnsupportedModelError
 from tests.asking import apart, failing, generated, longrope, memory, prepared, prompt
-from tests.chat_templates import DOCUMENTS
+from tests.chat_templates import DOCUMENTS, assistant, user
 from tests.conftest import random_pieces, skip_in_the_oldest, slow_but
 from tests.conftest import shared_zoo_model as zoo_model
 from tests.test_turns import small
@@ -192,7 +192,7 @@ def test_turn_with_new_chunks_is_healed_from_first_inexact_token_on(healed):
 def test_next_prompt_of_messages_keeps_healed_answer():
     model, tokenizer = small(model_type="gemma3_text", template="chatml", num_hidden_layers=4)
     cache = BlendCache(model, memory(), **REUSED)
-    messages = [{"role": "user", "content": "".join([*DOCUMENTS, "Who keeps a dog?"])}]
+    messages = [user("".join([*DOCUMENTS, "Who keeps a dog?"]))]
     inputs = cache.inputs_from_messages(tokenizer, messages, DOCUMENTS)
     answer = "Tomas keeps it."
     ids = inputs["input_ids"]
@@ -202,7 +202,7 @@ def test_next_prompt_of_messages_keeps_healed_answer():
             ids = torch.cat([ids, torch.tensor([[token]])], 1)
             model(ids[:, -1:], past_key_values=cache)
     assert cache.heal() == 0
-    messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "And a goat?"}]
+    messages += [assistant(answer), user("And a goat?")]
     longer = cache.inputs_from_messages(tokenizer, messages)["input_ids"]
     assert torch.equal(longer[:, : ids.shape[1]], ids)
     assert cache.get_seq_length() == ids.shape[1]

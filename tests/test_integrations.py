@@ -20,14 +20,14 @@ from hf_blend.integrations.answering import Answerer
 from hf_blend.model.identity import fingerprint
 from hf_blend.recipes import Recipe
 from tests.adapters import adapted, eager, off, switched
-from tests.chat_templates import CHATML, DOCUMENTS, JOINED, LLAMA3, QUESTION, SYSTEM, small_tokenizer
+from tests.chat_templates import CHATML, DOCUMENTS, JOINED, LLAMA3, QUESTION, SYSTEM, small_tokenizer, user
 
 NEW = {"max_new_tokens": 6, "eos_token_id": None}
 TUNED = Recipe({"selector": "boundary", "recompute_ratio": 0.3}, "tuned on 4 prompts")
 EVERYTHING = BlendConfig(recompute_ratio=1.0)
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
-ASKED = [SYSTEM, {"role": "user", "content": QUESTION}]
-PLACED = [SYSTEM, {"role": "user", "content": f"{JOINED}\n\n{QUESTION}"}]
+ASKED = [SYSTEM, user(QUESTION)]
+PLACED = [SYSTEM, user(f"{JOINED}\n\n{QUESTION}")]
 FRAMEWORKS = {"langchain": "langchain_core", "llamaindex": "llama_index.core", "haystack": "haystack"}
 
 
@@ -83,7 +83,7 @@ def test_answerer_puts_documents_that_no_message_holds_before_question(answerer,
     assert answer.text == stock(PLACED)
     assert answer.report["computed_chunks"] == 4
     system = {**SYSTEM, "content": f"{SYSTEM['content']}\n{DOCUMENTS[1]}"}
-    question = {"role": "user", "content": f"{DOCUMENTS[0]}\n\n{QUESTION}"}
+    question = user(f"{DOCUMENTS[0]}\n\n{QUESTION}")
     assert answerer.chat([system, ASKED[1]], DOCUMENTS[:2]).whole().text == stock([system, question])
 
 
@@ -181,7 +181,7 @@ def test_recipe_of_store_is_taken_where_no_settings_are_given(answer, fields):
     ("messages", "documents", "settings", "error", "words"),
     [
         ([SYSTEM], DOCUMENTS, {}, PromptError, "expected one of the role user"),
-        ([{"role": "user", "content": [IMAGE]}], (), {}, PromptError, "the part .*image.* is no text"),
+        ([user([IMAGE])], (), {}, PromptError, "the part .*image.* is no text"),
         (ASKED, (), {"stops": [""]}, ConfigError, "none of them empty"),
     ],
 )
@@ -219,7 +219,7 @@ def test_langchain_batches_caches_and_counts_tokens(fields, tokenizer, stock):
 
     llm = chat(**fields, blend=EVERYTHING)
     questions = [f"{QUESTION} {number}" for number in range(3)]
-    expected = [stock([{"role": "user", "content": f"{JOINED}\n\n{question}"}]) for question in questions]
+    expected = [stock([user(f"{JOINED}\n\n{question}")]) for question in questions]
     assert [answer.content for answer in llm.batch(questions, documents=DOCUMENTS)] == expected
     assert asyncio.run(llm.ainvoke(questions[0], documents=DOCUMENTS)).content == expected[0]
     assert llm.get_num_tokens(QUESTION) == len(tokenizer.encode(QUESTION, add_special_tokens=False))

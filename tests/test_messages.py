@@ -26,6 +26,7 @@ from tests.chat_templates import (
     SYSTEM,
     TURNS,
     small_tokenizer,
+    user,
 )
 
 WORDS = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
@@ -102,7 +103,7 @@ def test_text_before_documents_is_exact_from_second_request_on(known, cached):
     reports = []
     for documents in (DOCUMENTS, DOCUMENTS[::-1]):
         cache = cached(store)
-        asked = {"role": "user", "content": "\n\n".join([*documents, QUESTION])}
+        asked = user("\n\n".join([*documents, QUESTION]))
         inputs = cache.inputs_from_messages(tokenizer, [SYSTEM, asked], documents, chat_template=LLAMA3)
         answer(model, cache, inputs)
         reports.append(cache.report)

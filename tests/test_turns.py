@@ -6,18 +6,17 @@ The oracle is `apply_chat_template` over the whole list, and stock `generate` on
 """
 
 import copy
-from functools import partial
+import itertools
 
 import pytest
 import torch
 from transformers import LogitsProcessor
 
 from hf_blend import BlendCache, PromptError
-from tests.asking import generated, memory
-from tests.chat_templates import DOCUMENTS, TEMPLATES, small_tokenizer
+from tests.asking import as_stock, generated, memory
+from tests.chat_templates import DOCUMENTS, SYSTEM, TEMPLATES, assistant, small_tokenizer, user
 from tests.conftest import shared_zoo_model, slow_but
 
-SYSTEM = {"role": "system", "content": "You answer from documents, in a few words."}
 SCRIPT = (  # what is asked; what is answered, and whether it was cut there
     ("Who is Ines Okafor?", "<think>\nA harbour.\n</think>\n\nA harbour master.", False),
     ("What does she keep?", "She keeps bees, since 2009, in the gar", True),
@@ -65,17 +64,17 @@ class Chat:
 
     def ask(self, question, answer=None, is_cut=False, documents=()):
         """Ask; the prompt is that of stock transformers, and so is a free answer."""
-        self.messages.append({"role": "user", "content": "".join([*documents, question])})
+        self.messages.append(user("".join([*documents, question])))
         inputs = self.cache.inputs_from_messages(self.tokenizer, self.messages, documents)
         stock = self.tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, return_dict=True)
         assert inputs["input_ids"][0].tolist() == stock["input_ids"]
         if answer is None:
-            output = generated(self.model, inputs, self.cache, **PLAIN)
-            assert torch.equal(output, generated(self.model, inputs, **PLAIN))
+            output = as_stock(self.model, inputs, self.cache, **PLAIN)
         else:
             output = generated(self.model, inputs, self.cache, **self._forced(answer, is_cut))
-        text = self.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
-        self.messages.append({"role": "assistant", "content": text})
+        answer_ids = output[0, inputs["input_ids"].shape[1] :]
+        text = self.tokenizer.decode(answer_ids, skip_special_tokens=True)
+        self.messages.append(assistant(text.strip()))
         self.output = output
 
     def _forced(self, answer, is_cut):
@@ -89,7 +88,7 @@ class Chat:
 
 
 CASES = [(name, ("bytes", "spaces")[at % 2], 2 + at % 4) for at, name in enumerate(sorted(TEMPLATES))]
-HYBRIDS = [(one, template) for one in ("gemma3_text", "qwen3_next", "jamba") for template in ("chatml", "qwen3")]
+HYBRIDS = [*itertools.product(("gemma3_text", "qwen3_next", "jamba"), ("chatml", "qwen3"))]
 
 
 @pytest.mark.parametrize(("template", "kind", "turns"), CASES)
@@ -129,16 +128,13 @@ def test_half_of_surrogate_pair_is_refused_by_name():
     half = "Who\ud83d?"
     cache = BlendCache(model, memory())
     pieces = {"prefix": "p", "chunks": ["a", "b"], "question": "c", "separator": " "}
-    acts = [
-        lambda: cache.inputs_from_messages(tokenizer, [{"role": "user", "content": half}]),
-        lambda: cache.store.add(model, tokenizer, [half]),
-        lambda: cache.inputs(tokenizer, **pieces | {"chunks": [half]}),
-    ]
-    for name in ("prefix", "question", "separator"):
-        acts.append(partial(cache.inputs, tokenizer, **pieces | {name: half}))
-    for act in acts:
+    with pytest.raises(PromptError, match="half of a surrogate pair"):
+        cache.inputs_from_messages(tokenizer, [user(half)])
+    with pytest.raises(PromptError, match="half of a surrogate pair"):
+        cache.store.add(model, tokenizer, [half])
+    for wrong in ({"chunks": [half]}, {"prefix": half}, {"question": half}, {"separator": half}):
         with pytest.raises(PromptError, match="half of a surrogate pair"):
-            act()
+            cache.inputs(tokenizer, **pieces | wrong)
 
 
 @pytest.mark.parametrize("expected", [True, False])
@@ -146,13 +142,11 @@ def test_prompt_that_never_came_counts_as_no_part_of_cache(expected):
     """The next turn is built but not passed: the first prompt is continued otherwise, from its last token on."""
     model, tokenizer = small()
     cache = BlendCache(model, memory(), allow_unverified=True, recompute_ratio=1.0)
-    question = {"role": "user", "content": "".join([*DOCUMENTS, "Who?"])}
-    messages = [question]
+    text = "".join(DOCUMENTS) + "Who?"
+    messages = [user(text)]
     first = cache.inputs_from_messages(tokenizer, messages, DOCUMENTS)["input_ids"]
-    settings = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    model.generate(first, past_key_values=cache, max_new_tokens=6, **settings)
-    answer = {"role": "assistant", "content": "It is Mara."}
-    later = [question, answer, {"role": "user", "content": "And a goat?"}]
+    generated(model, {"inputs": first}, cache, max_new_tokens=6)
+    later = [*messages, assistant("It is Mara."), user("And a goat?")]
     turn = cache.inputs_from_messages(tokenizer, later)["input_ids"]
     kept = cache.get_seq_length()
     following = int(turn[0, kept]) if expected else ord("X")

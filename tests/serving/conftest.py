@@ -12,7 +12,7 @@ import pytest
 
 from hf_blend import ChunkStore
 from hf_blend.tenants import Tenant
-from tests.chat_templates import CHATML
+from tests.chat_templates import CHATML, user
 from tests.servers import wait_for
 
 serving = pytest.importorskip("hf_blend.serving.app", reason="pip install hf-blend[serve]")
@@ -34,7 +34,7 @@ class Running:
     def chat(self, messages, key="none", **fields):
         """Ask greedily for a chat's next message."""
         if isinstance(messages, str):
-            messages = [{"role": "user", "content": messages}]
+            messages = [user(messages)]
         body = {"messages": messages, "temperature": 0, "max_tokens": 8, **fields}
         return self.post("/v1/chat/completions", body, key)
 

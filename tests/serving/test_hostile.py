@@ -17,12 +17,14 @@ import httpx
 import psutil
 import pytest
 
+from tests.chat_templates import user
+
 pytest.importorskip("hf_blend.serving.app", reason="pip install hf-blend[serve]")
 
 MOST_BYTES = 300e6
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
-MESSAGE = {"role": "user", "content": "Where?"}
+MESSAGE = user("Where?")
 LETTERS = "x" * 1_000_000
 DEEP = "[" * 200_000
 

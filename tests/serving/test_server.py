@@ -14,7 +14,7 @@ import torch
 
 from hf_blend import BlendConfig, observer
 from hf_blend.tenants import Tenant
-from tests.chat_templates import DOCUMENTS, QUESTION
+from tests.chat_templates import DOCUMENTS, QUESTION, assistant, user
 from tests.conftest import build_tiny_model, shared_zoo_model
 from tests.servers import wait_for
 
@@ -45,11 +45,7 @@ def continued(model, tokenizer, ids):
 
 
 def asked(text=QUESTION):
-    return [{"role": "user", "content": text}]
-
-
-def answered(text):
-    return {"role": "assistant", "content": text}
+    return [user(text)]
 
 
 def text_of(response):
@@ -163,7 +159,7 @@ def test_continued_and_healed_conversation_is_that_of_stock_generate(serve, chat
         first = text_of(server.chat(QUESTION, documents=DOCUMENTS))
         (conversation,) = server.worker._conversations
         wait_for(lambda: conversation.is_healed, "healing")
-        messages = [*asked(), answered(first), *asked(OTHER)]
+        messages = [*asked(), assistant(first), *asked(OTHER)]
         second = server.chat(messages, documents=DOCUMENTS)
         assert text_of(second) == stock_answer(model, tokenizer, messages, documents=DOCUMENTS)
         assert server.worker.healed_tokens > 0
@@ -177,7 +173,7 @@ def test_conversations_are_kept_by_tenant_and_only_latest(serve):
             server.chat(text, KEYS["anna"])
         kept = [conversation.input.messages for conversation in server.worker._conversations]
         assert kept == [asked("Two?"), asked("Three?")]
-        turn = [*asked("Three?"), answered("No."), *asked("Why?")]
+        turn = [*asked("Three?"), assistant("No."), *asked("Why?")]
         of_ben = server.chat(turn, KEYS["ben"])
         assert report_of(of_ben)["continued_tokens"] == 0
         of_anna = server.chat(turn, KEYS["anna"])
@@ -186,8 +182,8 @@ def test_conversations_are_kept_by_tenant_and_only_latest(serve):
 
 def test_edited_conversation_is_moved_where_asked_for(serve, chatting):
     long = " ".join(DOCUMENTS)
-    first = [*asked(f"Hm. {long}"), answered("Yes."), *asked(long)]
-    edited = [*asked("Well."), *first[1:], answered("No."), *asked("Why?")]
+    first = [*asked(f"Hm. {long}"), assistant("Yes."), *asked(long)]
+    edited = [*asked("Well."), *first[1:], assistant("No."), *asked("Why?")]
     for edits in ("compute", "blend"):
         with serve(edits=edits, heal=False, recompute_ratio=1.0) as server:
             server.chat(first)
@@ -225,7 +221,7 @@ def test_seed_temperature_and_stop(serve, chatting):
 
 def test_assistant_message_is_continued(serve, chatting):
     model, tokenizer = chatting
-    messages = [*asked(), answered("It is nine")]
+    messages = [*asked(), assistant("It is nine")]
     with serve(config=EVERYTHING) as server:
         text = text_of(server.chat(messages))
     ids = tokenizer.apply_chat_template(messages, continue_final_message=True, return_tensors="pt", return_dict=False)

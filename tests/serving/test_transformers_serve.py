@@ -11,6 +11,7 @@ import pytest
 
 from hf_blend import BlendCache, ChunkStore, load
 from hf_blend.evaluation.bundled import handbook_pages
+from tests.chat_templates import user
 from tests.servers import ROOT, Server
 
 pytest.importorskip("fastapi", reason='the stock server needs pip install "transformers[serving]"')
@@ -43,7 +44,7 @@ def server(folder, tmp_path):
 def test_transformers_serve_answers_as_blend_cache_does(folder, server):
     model, tokenizer = load(str(folder))
     documents = list(handbook_pages().values())[:4]
-    messages = [{"role": "user", "content": "\n\n".join([*documents, "Who keeps the hut?"])}]
+    messages = [user("\n\n".join([*documents, "Who keeps the hut?"]))]
     with ChunkStore.open() as store:
         store.add(model, tokenizer, documents)
         cache = BlendCache(model, store)

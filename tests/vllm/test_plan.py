@@ -13,7 +13,7 @@ from hf_blend import BlendConfig
 from hf_blend.errors import MissingExtraError, PromptError
 from hf_blend.integrations.vllm.plan import plan_salt, read_params, request_fields
 from hf_blend.prompt.pieces import Prompt, Span
-from tests.chat_templates import CHATML, QUESTION, small_tokenizer
+from tests.chat_templates import CHATML, QUESTION, assistant, small_tokenizer, user
 from tests.chat_templates import DOCUMENTS as TEXTS
 
 IDS = [1, *range(10, 40), *range(50, 80), 7, 8, 9]
@@ -100,7 +100,7 @@ def test_connector_without_vllm_names_what_to_install(monkeypatch):
         _ = connector.BlendConector
 
 
-ASKED = [{"role": "user", "content": QUESTION}]
+ASKED = [user(QUESTION)]
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def test_request_fields_name_documents_in_prompt_that_vllm_renders(tokenizer):
     salts = set()
     for texts in (TEXTS, TEXTS[::-1]):
         fields = request_fields(tokenizer, ASKED, [*texts, ""], BlendConfig())
-        assert fields["messages"] == [{"role": "user", "content": "\n\n".join([*texts, QUESTION])}]
+        assert fields["messages"] == [user("\n\n".join([*texts, QUESTION]))]
         ids = rendered(tokenizer, fields["messages"])
         spans = read_params(fields["kv_transfer_params"], ids, None).spans
         assert [tokenizer.decode(span.token_ids).strip() for span in spans] == texts
@@ -143,7 +143,7 @@ def test_request_fields_without_documents_change_nothing(tokenizer):
 
 def test_request_fields_refuse_documents_without_question(tokenizer):
     with pytest.raises(PromptError, match="expected one of the role user"):
-        request_fields(tokenizer, [{"role": "assistant", "content": "It is"}], TEXTS, BlendConfig())
+        request_fields(tokenizer, [assistant("It is")], TEXTS, BlendConfig())
 
 
 def test_request_fields_are_what_client_of_openai_sends(tokenizer):
