@@ -534,38 +534,32 @@ class BlendCache(GuardedCache):
         cached = state.kv.length
         if not cached:
             return 0, "", NO_EDIT
-        is_other = self._forget_other()
+
+        # Drop what another model has computed
+        is_other = state.author not in (None, author_of(self.model))
+        if is_other:
+            self.reset()
+
+        # Count the tokens that the cache and a single prompt begin with
         shared = 0
         has_images = any(not state.info.placeholders.isdisjoint(prompt.ids) for prompt in prompts)
         is_single = len(prompts) == state.kv.batch_size == 1 and not state.tokens.is_padded()
         if is_single and not has_images and not state.info.ignores_states:
             shared = shared_tokens(prompts[0].ids[:-1], *state.tokens.rows())
+
+        # Keep them, and copy what is moved of those behind them
         edit = NO_EDIT if has_images else edit_of(state, prompts, shared)
-        shared = self._crop_to(shared)
-        notice = other_author(cached, cached - shared) if is_other else ""
-        if has_images:
-            notice = IMAGES_AGAIN
-        return shared, notice, edit
-
-    def _forget_other(self) -> bool:
-        """Return True if another author than the model as it is now computed K and V, which are dropped."""
-        author = author_of(self.model)
-        if self.state.author in (None, author):
-            return False
-        self.reset()
-        return True
-
-    def _crop_to(self, columns: int) -> int:
-        """Crop to the first columns, to none if a layer cannot be cropped so far; returns how many stay."""
-        cached = self.state.kv.length
-        if columns < cached:
+        held = state.kv.length
+        if shared < held:
             try:
-                self.crop(columns - cached)
-            except ConfigError:
-                columns = 0
-        if not columns:
+                self.crop(shared - held)
+            except ConfigError:  # a window or a state cannot be cropped so far
+                shared = 0
+        if not shared:
             self.reset()
-        return min(columns, cached)
+        if has_images:
+            return shared, IMAGES_AGAIN, edit
+        return shared, other_author(cached, cached - shared) if is_other else "", edit
 
 
 def _for_each(documents: Sequence[Any] | None, count: int) -> Sequence[Any]:

@@ -138,7 +138,7 @@ class BlendLayer(BatchOfRequests, DynamicLayer):
             buffers = keys[number], values[number]
             if not torch.is_grad_enabled():
                 buffers = buffers[0].data, buffers[1].data  # no views, to which a later mode could not write
-            layer._use(buffers)
+            layer._buffers = buffers
             layer.length, layer.keys, layer.values = tokens, opened[0][number], opened[1][number]
         return opened
 
@@ -272,15 +272,11 @@ class BlendLayer(BatchOfRequests, DynamicLayer):
         keys, values = (kv.new_empty((*kv.shape[:2], capacity, kv.shape[3])) for kv in (key_states, value_states))
         for buffer, previous in zip((keys, values), old, strict=False):
             buffer[:, :, : previous.shape[2]] = previous
-        self._use((keys, values))
+        self._buffers = keys, values
 
     def _capacity(self, end: int) -> int:
         """How many columns buffers get for `end` tokens."""
         return end + max(ROOM_TOKENS, self.length)
-
-    def _use(self, buffers: tuple[Tensor, Tensor]) -> None:
-        """Use other buffers from now on."""
-        self._buffers = buffers
 
 
 class BlendSlidingLayer(BlendLayer):

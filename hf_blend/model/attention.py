@@ -369,7 +369,10 @@ def _attend(
         The output `[batch, rows, heads, value_dim]`, and the attention weights if the function gives any.
     """
     stock = stock or eager_function(type(module))  # type: ignore[arg-type]
-    override = kwargs.pop(OVERRIDE, None) or _marked.take(key)
+    override = kwargs.pop(OVERRIDE, None)
+    if override is None and _marked.keys is key:
+        override = _marked.override
+        _marked.keys = _marked.override = None  # of these very keys, once
     if override is not None:
         return override(partial(_attend, stock), module, query, key, value, attention_mask, **kwargs)
     rows = kwargs.pop(ROWS, None)
@@ -383,14 +386,6 @@ class _Marked(threading.local):
 
     keys: Tensor | None = None
     override: AttentionOverride | None = None
-
-    def take(self, keys: Tensor) -> AttentionOverride | None:
-        """The override of these very keys, once."""
-        if self.keys is not keys:
-            return None
-        override = self.override
-        self.keys = self.override = None
-        return override
 
 
 _marked = _Marked()

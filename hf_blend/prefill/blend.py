@@ -178,7 +178,8 @@ class Prefill:
         self._arguments = RowArguments(config, layers, request.past, self.width, layers_handing_on(model))
         self._counts_positions = bool(getattr(config, "attn_temperature_tuning", False))
         self._needs_same_columns = self._counts_positions and len(plan.counts) > 1  # counted for all entries
-        self._tables: list[tuple[Any, Table | None]] = []  # of what several layers are given
+        self._embeddings: Any = None  # what the last layer was given, and its rotary table
+        self._table: Table | None = None
         self._rows: Rows | None = None  # None: all tokens, as the model passes them
         self._row_axis: int | None = None  # of the hidden states, behind the axis of the batch
         self._kind = LayerKind()
@@ -213,11 +214,6 @@ class Prefill:
             index = next((index for index in with_states if index >= layer), None)
             if index is not None:
                 self._ratios[index] = ratio
-
-    @property
-    def columns(self) -> Tensor | None:
-        """`[batch, rows]`: the columns that run; None: all."""
-        return None if self._rows is None else self._rows.columns
 
     def enter(self, index: int, call: LayerCall) -> None:
         """Make a layer's arguments ready: only the active rows, with their lines of the mask."""
@@ -336,18 +332,13 @@ class Prefill:
         self._leave_layer()
         self._kind = self._kinds[index]
         self._model_mask = call.arguments.get(call.mask_name)
-        return self._kind.enter(self, index, call, self._rotary_table(call))
 
-    def _rotary_table(self, call: LayerCall) -> Table | None:
-        """The table that a layer was given; several are given the same one."""
+        # Several layers are given the same table
         embeddings = call.arguments.get("position_embeddings")
-        for known, table in self._tables:
-            if known is embeddings:
-                return table
-        table = rotary_table(call.arguments, call.layer)
-        if embeddings is not None:
-            self._tables.append((embeddings, table))
-        return table
+        if embeddings is None or embeddings is not self._embeddings:
+            self._table = rotary_table(call.arguments, call.layer)
+            self._embeddings = embeddings
+        return self._kind.enter(self, index, call, self._table)
 
     def _leave_layer(self) -> None:
         """Remove the hooks from the layer that runs and from its attention."""
@@ -549,4 +540,5 @@ class Prefill:
     def _record_work(self, index: int, kv_only: bool) -> None:
         """Write down what a layer computes, for the report."""
         plan = self.plan
-        self.report._work.append(Work(index, kv_only, self.columns, plan.reusable, plan.real, self.request.past))
+        columns = None if self._rows is None else self._rows.columns
+        self.report._work.append(Work(index, kv_only, columns, plan.reusable, plan.real, self.request.past))

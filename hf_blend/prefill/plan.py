@@ -372,10 +372,12 @@ class Planner:
 
     def _frequencies_of(self, rows: Sequence[PromptRow], width: int, length: int | None) -> set[tuple[int, ...]]:
         """The sets of rotary frequencies with which this forward may be computed."""
-        ends = {length}
-        if length is None:
-            ends = {max(row.end for row in rows), max(row.before for row in rows) + width}
-        return {frequency_regime(self._text_config, end) for end in ends if end is not None}
+        if length is not None:
+            return {frequency_regime(self._text_config, length)}
+        # By the last token, or by the last column
+        last_token = max(row.end for row in rows)
+        last_column = max(row.before for row in rows) + width
+        return {frequency_regime(self._text_config, end) for end in (last_token, last_column)}
 
     def _advised(self, plan: Plan, keys: Sequence[ChunkKey]) -> set[ChunkKey]:
         """The chunks that the controller would rather have computed; more is recomputed where loading hides it."""
@@ -459,30 +461,27 @@ class Planner:
     ) -> list[tuple[ChunkKey, dict[str, Any]]]:
         """The chunks of one row that are needed: the key of each, and the fields of its `PlacedChunk`."""
         placed = []
-        exact_until = 0 if row.is_first else -1  # up to here all is exact
-        for index, (offset, key, inside, tokens) in enumerate(spans):
-            end = offset + tokens
-            if end >= max(len(row.ids), row.end):
+        exact_until = 0 if row.is_first else -1  # up to here all tokens are exact
+        for index, span in enumerate(spans):
+            stop = span.start + span.tokens
+            if stop >= max(len(row.ids), row.end):
                 continue  # the last token is always computed: its output is expected
 
-            # Exact: right behind exact tokens, which are those that it was computed behind, by the same frequencies
-            is_moved = offset in row.moved
-            exact = offset == exact_until and inside == 0 and row.ids[:offset] == key.chunk_prefix_ids and not is_moved
-            if exact:
-                stored = len(key.chunk_prefix_ids) + len(key.token_ids)
-                exact = self._frequencies == {frequency_regime(self._text_config, stored)}
+            # What of it this forward brings, without the forward's last token
+            first = max(span.start, row.before)
+            count = min(stop, row.end - 1) - first
 
-            # Of a prompt that comes in parts, what is in this one but for its last token
-            first = max(offset, row.before)
-            count = min(end, row.end - 1) - first
+            # Are its tokens as far from each other as in the store, and from the prompt's first token?
+            is_exact = span.start == exact_until and self._is_computed_there(row, span)
             if count > 0 and row.positions is not None:
-                start = int(row.positions.starts[first + count - 1 - row.before])
-                exact = exact and not start and not (row.positions.is_moved and self._scales)
-                if start > offset:
+                run_start = int(row.positions.starts[first + count - 1 - row.before])
+                if run_start > span.start:
                     plan.uneven_chunks += 1
                     continue
-            if exact:
-                exact_until = end
+                if run_start > 0 or (row.positions.is_moved and self._scales):
+                    is_exact = False
+            if is_exact:
+                exact_until = stop
             if count <= 0:
                 continue
 
@@ -493,13 +492,23 @@ class Planner:
                 if columns[-1] - columns[0] >= count:
                     continue
                 column = columns[0]
-            fields = {"row": number, "start": column, "exact": exact, "number": index, "count": count}
-            placed.append((key, {**fields, "first": inside + first - offset}))
-            if is_moved:
+
+            inside = span.first + first - span.start
+            fields = {"row": number, "start": column, "exact": is_exact, "number": index}
+            placed.append((span.key, {**fields, "first": inside, "count": count}))
+            if span.start in row.moved:
                 plan.found["moved_tokens"] += count
-            if first == offset and key.chunk_prefix_ids == self._prefix_ids:
-                plan.found["seam_tokens"] += len(key.token_ids) - tokens
+            if first == span.start and span.key.chunk_prefix_ids == self._prefix_ids:
+                plan.found["seam_tokens"] += len(span.key.token_ids) - span.tokens
         return placed
+
+    def _is_computed_there(self, row: PromptRow, span: ChunkSpan) -> bool:
+        """Whether a chunk was computed behind the tokens before it in the prompt, by the same frequencies."""
+        key = span.key
+        if span.first or span.start in row.moved or row.ids[: span.start] != key.chunk_prefix_ids:
+            return False
+        stored = len(key.chunk_prefix_ids) + len(key.token_ids)
+        return self._frequencies == {frequency_regime(self._text_config, stored)}
 
     def _fetch(self, plan: Plan, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
         """Fetch the chunks that are stored and of this model; returns the keys of the others."""
