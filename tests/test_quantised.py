@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import tiny_model
+from transformers import AutoModelForCausalLM
 
+from hf_blend import BlendCache, UnsupportedModelError
+from hf_blend.model import checks
 from hf_blend.model.calibrate import rotary_styles
 from hf_blend.model.identity import fingerprint
 from hf_blend.model_names import load_model
@@ -35,7 +38,7 @@ OUTLIER_SCALE = 40.0
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Checkpoints of one model, quantised in each way, whose first norm makes a few features large."""
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import BitsAndBytesConfig
 
     root = tmp_path_factory.mktemp("quantised")
     model = tiny_model("llama")
@@ -114,6 +117,38 @@ def test_fingerprint_of_weights_that_their_first_forward_repacks_stays(kind, fol
     assert is_packed(model) == kind.startswith("4bit") if kind != "8bit" else True
     assert fingerprint(model) == before
     assert fingerprint(late) == before, "also where nobody looked before the first forward"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["plain", "8bit", "8bit-exact", "4bit"])
+def test_quantised_model_blends_and_its_report_says_what_its_noise_is(kind, dtype, folder):
+    model = AutoModelForCausalLM.from_pretrained(str(folder / kind), dtype=dtype, device_map={"": "cpu"})
+    cache, _ = asked(model, PIECES, recompute_ratio=0.2)
+    assert cache.report.reusable_tokens
+    assert not cache.report.refused_chunks
+    noise = cache.report.quantisation_noise
+    assert ("quantisation alone" in str(cache.report)) == (noise > 0)
+    if kind == "8bit":
+        assert 1e-3 < noise < 0.2
+    if kind == "plain":
+        assert noise == 0
+
+
+def test_quantised_model_beyond_its_noise_is_refused_as_such(folder, monkeypatch):
+    model = load_model(str(folder / "8bit"))
+    monkeypatch.setattr(checks, "MOST_ALLOWED", 1e-9)
+    monkeypatch.setattr(checks, "LOGITS", (0.0, 0.0, 0.0))
+    with pytest.raises(UnsupportedModelError, match="allowed: its quantisation makes plain prefills"):
+        BlendCache(model, memory())
+
+
+@pytest.mark.parametrize("kind", ["8bit", "4bit"])
+def test_quantised_model_whose_tokens_see_those_behind_them_is_refused(kind, folder):
+    model = load_model(str(folder / kind))
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    with pytest.raises(UnsupportedModelError, match=r"see those behind them.*quantisation explains"):
+        BlendCache(model, memory())
 
 
 def test_checks_hold_within_measured_floor(climbed):

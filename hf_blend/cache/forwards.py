@@ -265,6 +265,7 @@ class CacheForwards:
         else:
             report = BlendReport(past_tokens=request.past, recipe=state.recipe, _costs=layer_costs(state.model))
             report.nominal_ratio = plan.config.nominal_ratio(len(state.kv.all))
+            report.quantisation_noise = state.info.quantisation_noise
         report.add(plan.found)
         report.check_ms += check_ms
         report.advice = report.advice if plan.advice is None else asdict(plan.advice)

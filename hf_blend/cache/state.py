@@ -32,7 +32,7 @@ from ..model.anatomy import (
     stock_layers,
     text_config,
 )
-from ..model.calibrate import ensure_trusted, ignores_states
+from ..model.calibrate import ensure_trusted, ignores_states, quantisation_noise
 from ..model.identity import Author
 from ..prefill.report import BlendReport
 from ..prefill.request import PendingPrompt, Request
@@ -301,6 +301,7 @@ class ModelInfo:
         placeholders: ids of tokens that stand for something else than text.
         styles: by layer, how its keys are rotated.
         extras: by layer, what it keeps beside K and V.
+        quantisation_noise: see `BlendReport`.
         ignores_states: several tokens at a time are computed as if none were cached.
     """
 
@@ -325,6 +326,7 @@ class ModelInfo:
         self.styles = ensure_trusted(model, make_cache, allow_unverified, folder)
         self.extras = extras_of(model, len(self.layers))
         self.ignores_states = ignores_states(model)
+        self.quantisation_noise = quantisation_noise(model)
 
     def refuse_tokens(self, width: int, past: int) -> None:
         """Raise ConfigError if the model would compute `width` new tokens as if no `past` ones were cached."""

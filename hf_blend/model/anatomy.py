@@ -500,6 +500,11 @@ def placeholder_ids(config: Any) -> frozenset[int]:
     return frozenset(token_ids)
 
 
+def is_quantised(model: nn.Module) -> bool:
+    """Whether a model was loaded in few bits: products are coarser than its dtype, and rows may feel each other."""
+    return getattr(model.config, "quantization_config", None) is not None
+
+
 def text_ids(model: nn.Module, tokens: int, seed: int = 0) -> Tensor:
     """Random tokens of text, the same for each number of them and seed; `[tokens]`."""
     others, text = torch.tensor(sorted(placeholder_ids(model.config))), torch.arange(text_config(model).vocab_size)

@@ -11,9 +11,11 @@ were before them (Jamba and Zamba in transformers 5.23). So states are set to ze
 what the model computes of one token, and not what it computes of several.
 """
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from .. import plugins
 from ..errors import UnsupportedModelError
 from ..rotary.base import RotaryStyle, Table, at_the_end, compose, in_values, with_style_beside
 from .anatomy import (
+    LayerCall,
     cache_argument,
     canonical,
     decoder_layers,
@@ -31,7 +34,9 @@ from .anatomy import (
     hooked,
     input_device,
     is_extended,
+    is_quantised,
     notes_kept,
+    per_model,
     refuse_other_states,
     stock_cache,
     stock_layers,
@@ -40,7 +45,6 @@ from .anatomy import (
 )
 from .capture import Capture, cached_prefix, capture
 from .checks import (
-    FLOORS,
     KV,
     LOGITS,
     PASSED,
@@ -55,6 +59,7 @@ from .checks import (
     inconclusive,
     model_probe,
     norm_error,
+    plain_noise,
     relative_error,
     set_passed,
     verdict_of,
@@ -64,10 +69,9 @@ from .facts import read_facts, write_facts
 
 PROBE_TOKENS = 20
 PROBE_SHIFT = 37  # not a multiple of a head's width, so that no frequency comes back to where it was
-NUDGE = 1e-4  # of hidden states: a change by so little shows how far a model magnifies what is no difference
-MOST_TOLERANCE = 0.2  # of a measured floor: beyond it a wrong style could pass
 STATE_KINDS = ("conv_states", "recurrent_states")
 HELD_TOKENS, SEVERAL = 9, 4
+NOISE_TOKENS = 24
 BLEND = Use(
     "blend",
     __name__,
@@ -79,7 +83,7 @@ BESIDE = "what is kept beside the K/V (an indexer's keys, a mixer's projections)
 
 @dataclass
 class _Probe:
-    """What a model keeps of the same tokens at two positions, and how much of the difference may be noise."""
+    """What a model keeps of the same tokens at two positions."""
 
     model: nn.Module
     ids: Tensor
@@ -89,37 +93,51 @@ class _Probe:
 
     @classmethod
     def of(cls, model: nn.Module) -> "_Probe":
+        """Run the tokens twice; layers of a quantised model receive the same both times, or their noise adds up."""
         draw = torch.Generator().manual_seed(0)
         ids = torch.randint(0, text_config(model).vocab_size, (1, PROBE_TOKENS // 2), generator=draw).repeat(1, 2)
         places = torch.arange(PROBE_TOKENS)[None]
-        return cls(model, ids, capture(model, ids, places), capture(model, ids, places + PROBE_SHIFT))
+        with held_inputs(model) if is_quantised(model) else nullcontext():
+            return cls(model, ids, capture(model, ids, places), capture(model, ids, places + PROBE_SHIFT))
 
     def tolerance(self, index: int, error: float) -> float:
-        """How large an error in a layer may be: the bound of the dtype or, where it is exceeded, of the noise."""
+        """How large an error in a layer may be, by the dtype."""
         allowed = max(allowed_of(KV, states.dtype) for states in self.here.layers[index])
-        if error > allowed != KV[-1]:
-            allowed = max(allowed, min(MOST_TOLERANCE, FLOORS * self.floors[index]))
         self.worst = max(self.worst, (error, allowed), key=lambda pair: pair[0] / pair[1])
         return allowed
 
-    @cached_property
-    def floors(self) -> list[float]:
-        """The noise of each layer: how far its K and V move when all hidden states are changed by 1e-4 of their size.
 
-        It is large where matrix products are rounded, as those of 4-bit weights are to bfloat16 on some CPUs.
-        """
-        draw = torch.Generator().manual_seed(0)
+@contextmanager
+def held_inputs(model: nn.Module, rows: slice = slice(None)) -> Iterator[dict[int, Tensor]]:
+    """Give every layer but the first what it received in the first forward inside of the block, in some rows.
 
-        def nudge(_: int, __: nn.Module, ___: object, ____: object, output: Any) -> Any:
-            states = output[0] if isinstance(output, tuple) else output
-            nudged = states * (1 + NUDGE * (2 * torch.rand(states.shape, generator=draw).to(states) - 1))
-            return (nudged, *output[1:]) if isinstance(output, tuple) else nudged
+    Yields what layers add to these rows, `[batch, rows, width]` by layer, in the last forward.
+    """
+    received: dict[int, Tensor] = {}
+    added: dict[int, Tensor] = {}
+    thread = threading.get_ident()  # others may run the model meanwhile
 
-        modules = (self.model.get_input_embeddings(), *decoder_layers(self.model))
-        with hooked(enumerate(modules), nudge, behind=True):
-            nudged = capture(self.model, self.ids, torch.arange(PROBE_TOKENS)[None])
-        pairs = zip(nudged.layers, self.here.layers, strict=True)
-        return [max(map(relative_error, got, expected), default=0.0) for got, expected in pairs]
+    def begins(index: int, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return None
+        call = LayerCall.bind(layer, args, kwargs)
+        hidden = call.hidden
+        if index in received:
+            hidden = hidden.clone()
+            hidden[:, rows] = received[index]
+        elif index:
+            received[index] = hidden[:, rows].clone()
+        added[index] = hidden[:, rows]
+        return (hidden,), call.arguments
+
+    def ends(index: int, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if threading.get_ident() == thread:
+            hidden = output[0] if isinstance(output, tuple) else output
+            added[index] = hidden[:, rows] - added[index]
+
+    layers = list(enumerate(decoder_layers(model)))
+    with hooked(layers, begins), hooked(layers, ends, behind=True):
+        yield added
 
 
 def _styles_to_json(styles: Sequence[type[RotaryStyle]]) -> list[list[str]]:
@@ -249,6 +267,16 @@ def _felt(model: nn.Module, tokens: int) -> set[str]:
     return {kind for kind in STATE_KINDS if not all(map(torch.equal, plain, after(kind)))}
 
 
+@partial(per_model, encode=float, decode=float)
+def quantisation_noise(model: nn.Module) -> float:
+    """How far plain prefills of one prompt differ, as a share of the logits; 0 of a model that is not quantised."""
+    if not is_quantised(model):
+        return 0.0
+    with canonical(model), notes_kept(model):
+        ids = text_ids(model, NOISE_TOKENS)[None].to(input_device(model))
+        return plain_noise(model, ids, NOISE_TOKENS // 4)
+
+
 def ensure_trusted(
     model: nn.Module, make_cache: Callable[..., Any], allow_unverified: bool = False, folder: Path | None = None
 ) -> tuple[type[RotaryStyle], ...]:
@@ -266,6 +294,7 @@ def ensure_trusted(
         ensure_passed(subject, BLEND, allow_unverified)
         if is_new and verdict_of(subject, BLEND) == PASSED:
             cached_prefix(model)  # the first chunk that is computed asks for it
+            quantisation_noise(model)
             write_facts(model, folder)
     return styles
 
@@ -286,6 +315,8 @@ def causal(subject: CheckedModel) -> CheckResult:
     """
     model = subject.model
     ids = torch.tensor([subject.prompts[0].ids], device=input_device(model))
+    if is_quantised(model):
+        return _causal_layers(model, ids)
     changed = torch.cat((ids[:, :-1], ids[:, :1]), dim=1)
     before = model(ids, use_cache=False).logits
     after = model(changed, use_cache=False).logits
@@ -298,6 +329,23 @@ def causal(subject: CheckedModel) -> CheckResult:
     if bound < ahead < float("inf"):
         return CheckResult(ahead, bound, detail)
     return CheckResult(0.0, bound)
+
+
+def _causal_layers(model: nn.Module, ids: Tensor) -> CheckResult:
+    """In a quantised model, whose noise adds up: another second half moves little of what a layer adds before it."""
+    half = ids.shape[1] // 2
+    with held_inputs(model, slice(half)) as added:
+        model(ids, use_cache=False)
+        before = dict(added)
+        model(torch.cat((ids[:, :half], ids[:, : ids.shape[1] - half]), dim=1), use_cache=False)
+        errors = [norm_error(added[index], before[index]) for index in before]
+    ahead = max(errors)
+    return CheckResult(
+        ahead if ahead < float("inf") else 0.0,
+        KV[-1],
+        f"its tokens see those behind them: others there move by {ahead:.2g} of its size what layer "
+        f"{errors.index(ahead)} adds before them, where its quantisation explains {KV[-1]:g} at most.",
+    )
 
 
 @check(first_use="blend")

@@ -51,6 +51,7 @@ from .anatomy import (
     has_indexer,
     hooked,
     input_device,
+    is_quantised,
     keeps_nothing,
     per_model,
     refuse_placeholders,
@@ -437,7 +438,7 @@ def is_of_model(model: nn.Module, canary: str) -> bool:
     if stored is None or expected is None:
         return False
     error = token_errors(stored, expected)
-    is_coarse = model.dtype not in TOLERANCE or getattr(model.config, "quantization_config", None) is not None
+    is_coarse = model.dtype not in TOLERANCE or is_quantised(model)
     # in 16 bits the median over the tokens: there one may be sent to another expert for a rounding error
     worst = float(error.median() if is_coarse else error.max())
     return worst <= (COARSE_TOLERANCE if is_coarse else TOLERANCE[model.dtype])

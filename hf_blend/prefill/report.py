@@ -94,6 +94,7 @@ class BlendReport:
         partial: where chunks are loaded in part: layers, loaded bytes, all bytes.
         sparse: where decoding attends to some blocks only: the figures of `SparseMetrics`.
         advice: what the store's controller decided.
+        quantisation_noise: how far plain prefills of a quantised model differ, as a share of the logits.
         recipe: where selector and ratio are from: the caller, the store, or the default.
         notice: what else to know, such as that the chunks were stored with another tokenizer.
         fallback_reason: why every token was computed, and what to pass instead; else empty.
@@ -118,6 +119,7 @@ class BlendReport:
     partial: dict[str, float] | None = None
     sparse: dict[str, int] | None = None
     advice: dict[str, Any] | None = None
+    quantisation_noise: float = 0.0
     recipe: str = ""
     notice: str = ""
     fallback_reason: str = ""
@@ -230,6 +232,8 @@ class BlendReport:
         if self.computed_chunks:
             times = f"compute {self.compute_ms:.1f} ms, store {self.store_ms:.1f} ms, {times}"
         parts.append(times)
+        if self.quantisation_noise:
+            parts.append(f"quantisation alone changes the model's logits by up to {self.quantisation_noise:.1%}")
         if self.notice:
             parts.append(self.notice)
         return "; ".join(parts)
