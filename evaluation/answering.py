@@ -145,11 +145,11 @@ def blend_config(selector: str | None, *, recompute_ratio: float | None = None, 
             )
         options[option] = value
     plugins.load("selectors", name)
-    if "check_layers" in options:
-        layers = options.pop("check_layers").split("+")
-        if not all(layer.isdecimal() for layer in layers):
-            raise ConfigError(f"check_layers has {'+'.join(layers)!r}, expected layers such as 1 or 1+4.")
-        settings["check_layers"] = tuple(int(layer) for layer in layers)
+    if "check_layer" in options:
+        layer = options.pop("check_layer")
+        if not layer.isdecimal():
+            raise ConfigError(f"check_layer has {layer!r}, expected a layer such as 1.")
+        settings["check_layer"] = int(layer)
     return BlendConfig(selector=name, selector_options=options, **settings)
 
 

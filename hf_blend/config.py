@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import pairwise
 from numbers import Integral, Real
 from types import NoneType
 from typing import Any
@@ -55,10 +54,8 @@ class BlendConfig:
         recompute_ratio: share of the reusable tokens that is recomputed, 0–1.
         selector: name of what chooses them, see docs/rules.md, or a path to a file with a selector.
         selector_options: its options, by name.
-        check_layers: layers at which tokens are chosen, increasing, from 1; before the first, all are computed.
-            Selectors that compare nothing, as the default, choose before layer 0.
-        layer_ratios: share kept from each check layer on, never increasing (CacheBlend, section 4.3); None is
-            `recompute_ratio` at each.
+        check_layer: layer at which tokens are chosen, from 1; before it, all are computed. Selectors that compare
+            nothing, as the default, choose before layer 0.
         chunk_prefix_ids: tokens before each chunk while it is computed; None is `ChunkStore.default_prefix`, or, where
             no tokenizer is known, as chunks are stored, see docs/choosing.md.
         edits: what is behind the first token that a prompt has otherwise than the cache: "compute" it, or "blend" what
@@ -76,8 +73,7 @@ class BlendConfig:
     recompute_ratio: float = 0.15
     selector: str = "stored-importance"
     selector_options: Mapping[str, Any] = field(default_factory=Options)
-    check_layers: tuple[int, ...] = (1,)
-    layer_ratios: tuple[float, ...] | None = None
+    check_layer: int = 1
     chunk_prefix_ids: tuple[int, ...] | None = None
     edits: str = "compute"
     chains: bool = False
@@ -89,47 +85,22 @@ class BlendConfig:
 
     def __post_init__(self) -> None:
         """Bring each field to its type and refuse what makes no sense."""
-        checks = {
-            "recompute_ratio": _ratio,
-            "selector_options": _options,
-            "check_layers": _integers,
-            "layer_ratios": _ratios,
-            "chunk_prefix_ids": _integers,
-        }
-        for name, check in checks.items():
-            value = getattr(self, name)
-            if value is not None or name not in ("layer_ratios", "chunk_prefix_ids"):
-                object.__setattr__(self, name, check(name, value))
-        kinds = {"selector": str, "allow_unverified": bool, "seed": int}
+        object.__setattr__(self, "recompute_ratio", _ratio("recompute_ratio", self.recompute_ratio))
+        object.__setattr__(self, "selector_options", _options("selector_options", self.selector_options))
+        if self.chunk_prefix_ids is not None:
+            object.__setattr__(self, "chunk_prefix_ids", _integers("chunk_prefix_ids", self.chunk_prefix_ids))
+        kinds = {"selector": str, "check_layer": int, "allow_unverified": bool, "seed": int}
         for name, kind in kinds.items():
             _instance(name, getattr(self, name), kind)
         check_kv_bits(self.kv_bits)
         if self.edits not in EDITS:
             raise ConfigError(f"edits is {self.edits!r}, expected one of {', '.join(EDITS)}. Leave it out to compute.")
-        self._check_layers()
-        self._check_schedule()
+        if self.check_layer < 1:
+            raise ConfigError(
+                f"check_layer is {self.check_layer}, expected a layer from 1 on: what layer 0 computes does not "
+                "depend on the context, so nothing can be scored there. Try 1."
+            )
         self._check_memory()
-
-    def _check_layers(self) -> None:
-        layers = self.check_layers
-        if not layers or layers[0] < 1 or any(a >= b for a, b in pairwise(layers)):
-            raise ConfigError(
-                f"check_layers is {layers}, but layers from 1 on, in increasing order and each once, are expected: "
-                "what layer 0 computes does not depend on the context, so nothing can be scored there. Try (1,)."
-            )
-
-    def _check_schedule(self) -> None:
-        ratios, layers = self.layer_ratios, self.check_layers
-        if ratios is not None and len(ratios) != len(layers):
-            raise ConfigError(
-                f"layer_ratios has {len(ratios)} values {ratios}, but one for each of the {len(layers)} check_layers "
-                f"{layers} is expected. Give {len(layers)}, or leave layer_ratios out."
-            )
-        if ratios is not None and any(a < b for a, b in pairwise(ratios)):
-            raise ConfigError(
-                f"layer_ratios is {ratios}, but a token that was left out at one check layer cannot come back at a "
-                f"later one. Give them in falling order: {tuple(sorted(ratios, reverse=True))}."
-            )
 
     def _check_memory(self) -> None:
         placed = self.kv_device_map
@@ -160,28 +131,13 @@ class BlendConfig:
             devices[int(layer)] = _device_name(device)
         return devices
 
-    def ratios(self, num_layers: int) -> dict[int, float]:
-        """Say which share of the reusable tokens, 0–1, is kept from each check layer on.
-
-        The K/V of layer `l` are recomputed for the tokens chosen at the last check layer before `l`.
-        """
-        if self.check_layers[-1] >= num_layers:
+    def refuse_depth(self, num_layers: int) -> None:
+        """Refuse a model that ends before the check layer (ConfigError)."""
+        if self.check_layer >= num_layers:
             raise ConfigError(
-                f"check_layers is {self.check_layers}, but the model has {num_layers} layers, 0 … {num_layers - 1}. "
-                f"Give check layers below {num_layers}."
+                f"check_layer is {self.check_layer}, but the model has {num_layers} layers, 0 … {num_layers - 1}. "
+                f"Give a check layer below {num_layers}."
             )
-        if self.layer_ratios is not None:
-            return dict(zip(self.check_layers, self.layer_ratios, strict=True))
-        return dict.fromkeys(self.check_layers, self.recompute_ratio)
-
-    def nominal_ratio(self, num_layers: int) -> float:
-        """Give the share that is asked for over all: the mean over the layers behind the first check layer."""
-        if self.layer_ratios is None:
-            return self.recompute_ratio
-        ends = [*self.check_layers[1:], num_layers - 1]
-        spans = [end - start for start, end in zip(self.check_layers, ends, strict=True)]
-        weighted = sum(span * ratio for span, ratio in zip(spans, self.layer_ratios, strict=True))
-        return weighted / sum(spans) if any(spans) else self.layer_ratios[-1]
 
     def to_dict(self) -> dict[str, Any]:
         """Give the fields as JSON values: tuples become lists."""
@@ -233,10 +189,6 @@ def _sequence(name: str, value: Any) -> Sequence[Any]:
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise ConfigError(f"{name} is {value!r}, but several numbers are expected. Give a tuple, even of one: (1,).")
     return value
-
-
-def _ratios(name: str, value: Any) -> tuple[float, ...]:
-    return tuple(_ratio(name, item) for item in _sequence(name, value))
 
 
 def _integers(name: str, value: Any) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from .store.tiers.disk import read_json, write_json
 
 logger = logging.getLogger(__name__)
 
-SETTINGS = ("selector", "selector_options", "recompute_ratio", "check_layers")
+SETTINGS = ("selector", "selector_options", "recompute_ratio", "check_layer")
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,6 @@ def _read(path: Path, layers: int) -> Recipe:
             raise ConfigError(f"it has the settings {sorted(unknown)}, expected some of {SETTINGS}")
         if recipe.names_file():
             raise ConfigError("it names a file of Python, but others may write to a store's folder")
-        BlendConfig.from_dict(recipe.settings).ratios(layers)
+        BlendConfig.from_dict(recipe.settings).refuse_depth(layers)
         recipe.needs_question()  # its selector exists, and has these options
     return recipe

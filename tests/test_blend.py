@@ -120,7 +120,6 @@ class SplicingCache(DynamicCache):
         self.lies = lies
         self.ratios = ratios
         self.chosen = lies
-        self.sets = {}
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         if layer_idx > min(self.ratios):
@@ -132,7 +131,6 @@ class SplicingCache(DynamicCache):
         if layer_idx in self.ratios:
             _, old_values = self.stale[layer_idx]
             self.chosen = self.choose(value_states, old_values, self.ratios[layer_idx])
-        self.sets[layer_idx] = self.chosen
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def choose(self, fresh, old, ratio):
@@ -207,20 +205,13 @@ def test_blending_is_splicing_stale_states_into_full_prefill(shared_model, famil
     assert apart(plain, expected) > 1e-2, "the reference is a full prefill: nothing is tested"
 
 
-@pytest.mark.parametrize(
-    ("settings", "ratios"),
-    [
-        ({"check_layers": (3,), "recompute_ratio": 0.2}, {3: 0.2}),
-        ({"check_layers": (1, 2, 3), "layer_ratios": (0.8, 0.4, 0.0)}, {1: 0.8, 2: 0.4, 3: 0.0}),
-    ],
-)
-def test_later_and_several_check_layers_choose_among_what_still_flows(shared_model, settings, ratios):
+def test_later_check_layer_chooses_there(shared_model):
     model = shared_model()
     requests = THREE
-    reference = SplicingCache(*stale(model, requests), ratios)
+    reference = SplicingCache(*stale(model, requests), {3: 0.2})
     expected, _ = full(model, requests, reference)
-    got, cache = blend(model, *requests, **settings)
-    assert cache.report.chosen_columns == columns_of(reference.sets[min(ratios)])
+    got, cache = blend(model, *requests, check_layer=3, recompute_ratio=0.2)
+    assert cache.report.chosen_columns == columns_of(reference.chosen)
     assert_close(got, expected)
 
 
@@ -321,14 +312,12 @@ def test_states_of_another_chunk_are_refused_and_computed_fresh(shared_model, st
 
 
 @pytest.mark.parametrize("selector", ["boundary", "random"])
-@pytest.mark.parametrize("later", [{}, {2: 0.0}])
-def test_selector_that_needs_no_states_chooses_before_first_layer(shared_model, selector, later):
+def test_selector_that_needs_no_states_chooses_before_first_layer(shared_model, selector):
     model = shared_model()
     requests = THREE
-    settings = {"check_layers": (CHECK, *later), "layer_ratios": (0.3, *later.values())}
-    got, cache = blend(model, *requests, selector=selector, **settings)
+    got, cache = blend(model, *requests, selector=selector, recompute_ratio=0.3)
     layers, lies = stale(model, requests)
-    reference = SplicingCache(layers, lies, {-1: 1.0, **later})
+    reference = SplicingCache(layers, lies, {-1: 1.0})
     reference.chosen = torch.zeros_like(lies)
     for row, columns in enumerate(cache.report.chosen_columns):
         tokens = int(lies[row].sum())

@@ -14,14 +14,14 @@ from hf_blend import BlendConfig, ConfigError
 
 def test_config_is_frozen_hashable_and_does_not_follow_dict_it_was_made_from():
     options = {"blocks": [1, {"width": 2}], "b": None}
-    config = BlendConfig(selector_options=options, check_layers=[1, 3])
+    config = BlendConfig(selector_options=options, check_layer=3)
     with pytest.raises(FrozenInstanceError):
         config.seed = 1
     with pytest.raises((TypeError, AttributeError)):
         config.selector_options.update(blocks=1)
     with pytest.raises((TypeError, AttributeError)):
         config.selector_options["blocks"][1].update(width=3)
-    twin = BlendConfig(selector_options={"b": None, "blocks": (1, {"width": 2})}, check_layers=(1, 3))
+    twin = BlendConfig(selector_options={"b": None, "blocks": (1, {"width": 2})}, check_layer=3)
     options["blocks"].append(2)
     assert config == twin
     assert config == copy.deepcopy(config)
@@ -33,8 +33,7 @@ FULL = BlendConfig(
     recompute_ratio=0.3,
     selector="random",
     selector_options={"a": [1, 2.5, None, {"b": "c"}], "d": False},
-    check_layers=(1, 4),
-    layer_ratios=(0.5, 0.25),
+    check_layer=4,
     chunk_prefix_ids=(1, 7),
     allow_unverified=True,
     seed=3,
@@ -56,10 +55,7 @@ def test_from_dict_takes_part_and_refuses_unknown_field_with_near_name():
         BlendConfig.from_dict({"recompute_rato": 0.1})
 
 
-def test_ratios_are_share_of_each_check_layer():
-    alike = BlendConfig(recompute_ratio=0.2, check_layers=(1, 3))
-    assert alike.ratios(8) == {1: 0.2, 3: 0.2}
-    falling = BlendConfig(check_layers=(1, 3), layer_ratios=(0.4, 0.1))
-    assert falling.ratios(8) == {1: 0.4, 3: 0.1}
-    with pytest.raises(ConfigError, match=r"\(1, 4\), but the model has 4 layers, 0 … 3\. Give check layers below 4"):
-        BlendConfig(check_layers=(1, 4)).ratios(4)
+def test_check_layer_beyond_model_is_refused():
+    BlendConfig(check_layer=3).refuse_depth(4)
+    with pytest.raises(ConfigError, match=r"check_layer is 4, but the model has 4 layers, 0 … 3\. Give a check layer"):
+        BlendConfig(check_layer=4).refuse_depth(4)

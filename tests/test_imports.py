@@ -13,7 +13,7 @@ import hf_blend
 ROOT = Path(__file__).resolve().parents[1]
 LIGHT = {  # a statement, and what it does not import
     "import hf_blend": ("torch", "transformers", "numpy", "huggingface_hub", "typer", "rich"),
-    "from hf_blend import BlendConfig, ConfigError; BlendConfig().ratios(4)": ("torch", "transformers", "numpy"),
+    "from hf_blend import BlendConfig, ConfigError; BlendConfig().refuse_depth(4)": ("torch", "transformers", "numpy"),
     "from hf_blend import plugins; [plugins.describe(kind) for kind in plugins.kinds()]": ("torch", "transformers"),
     "from hf_blend.cli.main import build; build(['--help'])": ("torch", "transformers", "numpy", "rich"),
     "import hf_blend.evaluation": ("torch", "transformers", "datasets"),

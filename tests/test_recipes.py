@@ -56,7 +56,7 @@ def test_arguments_override_recipe(shared_model, store):
         '{"settings": {"seed": 1}, "source": ""}',
         '{"settings": {"selector": "none such"}, "source": ""}',
         '{"settings": {"selector": "ramp", "selector_options": {"none such": 1}}, "source": ""}',
-        '{"settings": {"check_layers": [999]}, "source": ""}',
+        '{"settings": {"check_layer": 999}, "source": ""}',
         '{"settings": {"selector": ["ramp"]}, "source": ""}',
         '{"settings": {"recompute_ratio": NaN}, "source": ""}',
         '{"settings": {"selector_options": ' + "[" * 20 + "]" * 20 + '}, "source": ""}',

@@ -14,7 +14,7 @@ from tests.conftest import shared_zoo_model
 SETTINGS = [  # of a cache, and what the error says of them
     ({"recompute_ratio": 1.5}, r"1\.5.*0\.15"),
     ({"recompute_ratio": True}, r"True.*0\.15"),
-    ({"check_layers": (1, 2), "layer_ratios": (0.1, 0.2)}, r"\(0\.1, 0\.2\).*\(0\.2, 0\.1\)"),
+    ({"check_layer": 0}, "check_layer is 0.*Try 1"),
     ({"selector": "kv_devation"}, "Did you mean 'kv-deviation'"),
     ({"selector": "kv-deviation", "selector_options": {"onn": "k"}}, "'onn'.*on"),
     ({"ratio": 0.1}, "recompute_ratio"),

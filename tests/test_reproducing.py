@@ -13,5 +13,5 @@ def test_folder_without_task_and_layer_that_is_no_number_are_refused(tmp_path):
     (tmp_path / "news.jsonl").write_text("{}\n")
     with pytest.raises(ConfigError, match=r"no JSONL file for any of musique.*musique\.jsonl"):
         data_files(tmp_path, ("musique",))
-    with pytest.raises(ConfigError, match="check_layers has 'first', expected layers"):
-        blend_config("kv-deviation:check_layers=first")
+    with pytest.raises(ConfigError, match="check_layer has 'first', expected a layer"):
+        blend_config("kv-deviation:check_layer=first")

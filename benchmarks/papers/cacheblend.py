@@ -74,7 +74,7 @@ def cacheblend(base: EvalConfig, is_small: bool = False) -> list[Figure]:
     methods = ("full-reuse", *(f"{BLEND}@{ratio}" for ratio in few((0.0, 0.02, 0.05, 0.1, 0.15, 0.3, 0.5, 1.0))))
     figures.append(Figure("ratio", "Recompute ratio (figures 6, 16)", (("", replace(first, methods=methods)),)))
 
-    methods = tuple(f"{BLEND}:check_layers={layer}@0.15" for layer in few((1, 2, 3)))
+    methods = tuple(f"{BLEND}:check_layer={layer}@0.15" for layer in few((1, 2, 3)))
     title = "The layer at which tokens are chosen"
     figures.append(Figure("check-layer", title, (("", replace(first, methods=methods)),)))
 

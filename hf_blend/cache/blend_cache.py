@@ -110,7 +110,7 @@ class BlendCache(GuardedCache):
         self.config = config = BlendConfig.from_dict({**config.to_dict(), **settings})
         began_s = time.perf_counter()
         structure_of(model)  # drops what is remembered of the model if it is another at a glance
-        config.ratios(len(decoder_layers(model)))
+        config.refuse_depth(len(decoder_layers(model)))
         selector = plugins.load("selectors", config.selector)(config.selector_options, seed=config.seed)
 
         # Read the model

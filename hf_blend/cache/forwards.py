@@ -264,7 +264,7 @@ class CacheForwards:
             report = copy.copy(state.report)  # the old one comes back after a failure
         else:
             report = BlendReport(past_tokens=request.past, recipe=state.recipe, _costs=layer_costs(state.model))
-            report.nominal_ratio = plan.config.nominal_ratio(len(state.kv.all))
+            report.nominal_ratio = plan.config.recompute_ratio
             report.quantisation_noise = state.info.quantisation_noise
         report.add(plan.found)
         report.check_ms += check_ms

@@ -187,33 +187,24 @@ class Prefill:
         self._awaited: set[str] | None = None  # what a partial run of the layer waits for; None: it runs to its end
         self._capture: AttentionCapture | None = None
 
-        # By what tokens are selected before layer 0 (None: all are computed there), and at which layers behind it
-        self._first_ratio: float | None = None
-        self._ratios: dict[int, float] = {}
-        self._first_scores: Tensor | None = None  # of a selector that sees no layer: later ones select by the same
-        self._selected_counts = plan.stored_counts  # of the reusable tokens, those that are computed
+        # Where tokens are selected
+        self._selects_first = False  # before layer 0
+        self._check_layer = -1  # -1: at no layer
         self._is_narrowed = False  # some reusable tokens are computed no more
         self._schedule(with_states)
-        self._first_check = 0 if self._first_ratio is not None else min(self._ratios, default=0)
-        self._last_check = max(self._ratios, default=-1)
 
     def _schedule(self, with_states: Sequence[int]) -> None:
-        """Decide at which layers tokens are selected, and which share of the reusable ones.
+        """Decide where tokens are selected: before the first layer if that needs no K and V, or at the check layer.
 
-        A selector that needs no K and V selects before the first layer, with the first check layer's ratio, and again
-        at the later check layers. A selection of no tokens is settled before the first layer too. A check layer
-        without states to compare is moved to the next of those that have them.
+        A selection of no tokens needs none. A check layer without states to compare is moved to the next of those that
+        have them.
         """
-        ratios = self.plan.config.ratios(len(self.layers))
-        if not self.selector.count(max(ratios.values()), self.plan.real.numel()):
-            self._first_ratio = 0.0
-            return
-        if not self.selector.needs_kv:
-            self._first_ratio = ratios.pop(min(ratios))
-        for layer, ratio in sorted(ratios.items()):
-            index = next((index for index in with_states if index >= layer), None)
-            if index is not None:
-                self._ratios[index] = ratio
+        config = self.plan.config
+        most = self.selector.count(config.recompute_ratio, self.plan.real.numel())
+        if most and self.selector.needs_kv:
+            self._check_layer = next((index for index in with_states if index >= config.check_layer), -1)
+        else:
+            self._selects_first = True
 
     def enter(self, index: int, call: LayerCall) -> None:
         """Make a layer's arguments ready: only the active rows, with their lines of the mask."""
@@ -226,10 +217,10 @@ class Prefill:
             self._keep_rows(index, call, self._rows, self._rows.columns if index == 0 else None)
 
         # Select at a check layer
-        if index in self._ratios and any(plan.stored_counts):
+        if index == self._check_layer and any(plan.stored_counts):
             self._run_until_kv(index, call)
-            self._narrow(index, call, self._ratios[index])
-        if self.loader is not None and index > self._last_check:
+            self._narrow(index, call)
+        if self.loader is not None and index > self._check_layer:
             computes_all = any(plan.stored_counts) and not self._is_narrowed
             self.loader.begin(index, None if computes_all else self._rows, plan)
 
@@ -292,7 +283,7 @@ class Prefill:
 
     def is_compared(self, index: int) -> bool:
         """Return True if what a layer keeps is compared with what is stored, or computed twice."""
-        return index in self._ratios or index in (0, self._last)
+        return index in (0, self._check_layer, self._last)
 
     def check_stored(self, computed: Sequence[Tensor]) -> None:
         """Refuse chunks whose stored states at layer 0 are not what this model computes for these tokens here."""
@@ -358,9 +349,8 @@ class Prefill:
         # Select
         counts = plan.stored_counts
         selected = None
-        if self._first_ratio is not None:
-            selected, counts = self._select(0, Rows.every(plan.reusable), None, self._first_ratio)
-        self._selected_counts = counts
+        if self._selects_first:
+            selected, counts = self._select(0, Rows.every(plan.reusable), None)
         self._is_narrowed = counts != plan.stored_counts
 
         # The rows that run: without exact K and V, and of the reusable ones those that are selected
@@ -378,37 +368,31 @@ class Prefill:
             marks = marks | selected
         self._rows = Rows.of(marks, total, self._needs_same_columns)[0]
 
-    def _narrow(self, index: int, call: LayerCall, ratio: float) -> None:
+    def _narrow(self, index: int, call: LayerCall) -> None:
         """Continue with those of the active rows that are selected or have no stored KV."""
         plan = self.plan
         rows = self._rows or Rows.every(plan.real)
         computed = self._opened.get(index) or self._kind.computed()
-        selected, counts = self._select(index, rows, computed, ratio)
-        self._selected_counts = [min(pair) for pair in zip(counts, self._selected_counts, strict=True)]
-        self._is_narrowed = self._selected_counts != plan.stored_counts
-        total = [sum(pair) for pair in zip(plan.fresh_counts, self._selected_counts, strict=True)]
+        selected, counts = self._select(index, rows, computed)
+        self._is_narrowed = counts != plan.stored_counts
+        total = [sum(pair) for pair in zip(plan.fresh_counts, counts, strict=True)]
         remaining = ~rows.take(plan.reusable) | selected
         if plan.has_padding:
             remaining = remaining & rows.take(plan.real)
         if self._rows is None or tuple(total) != self._rows.counts:
             self._keep_rows(index, call, *rows.keep(remaining, total, self._needs_same_columns))
 
-    def _select(self, index: int, rows: Rows, fresh: KV | None, ratio: float) -> tuple[Tensor, list[int]]:
+    def _select(self, index: int, rows: Rows, fresh: KV | None) -> tuple[Tensor, list[int]]:
         """Mark the tokens that are computed from a layer on, `[batch, rows]`; also returns how many of each entry."""
         began_s = time.perf_counter()
+        ratio = self.plan.config.recompute_ratio
         counts = [self.selector.count(ratio, tokens) for tokens in self.plan.stored_counts]
-        view = self._view(index, rows, fresh if self._first_scores is None else None)
-        if not any(counts):
-            scores = torch.zeros_like(view.reusable, dtype=torch.float32)
-        elif self._first_scores is not None:
-            scores = rows.take(self._first_scores)
-        else:
+        view = self._view(index, rows, fresh)
+        selected = torch.zeros_like(view.reusable)
+        if any(counts):
             scores = self.selector.score(view)
-            if not self.selector.needs_kv:
-                self._first_scores = scores
-        selected = highest(scores.to(view.reusable.device), view.reusable, counts)
-        if index == self._first_check:
-            self.report._chosen.append((rows.columns, selected, self.request.past))
+            selected = highest(scores.to(view.reusable.device), view.reusable, counts)
+        self.report._chosen.append((rows.columns, selected, self.request.past))
         self.report.select_ms += 1e3 * (time.perf_counter() - began_s)
         return selected, counts
 
@@ -500,8 +484,8 @@ class Prefill:
         group = range(index, index + 1)
         opened = None
         if self._opens_several and not keys.requires_grad:
-            checks = () if self._is_narrowed else tuple(self._ratios)
-            group = self.realigner.group(index, chunks, (*checks, self._last), keys.device)
+            ends = (self._last,) if self._is_narrowed else (self._check_layer, self._last)
+            group = self.realigner.group(index, chunks, ends, keys.device)
         if len(group) > 1:
             first, *others = (self.layers[layer] for layer in group)
             opened = first.open_with(others, self.width, keys, values)

@@ -387,7 +387,7 @@ class Planner:
             plan.advice = self._store.controller.decide(chunks, least_ratio)
         if plan.advice is None:
             return set()
-        if plan.config.layer_ratios is None and plan.advice.ratio > least_ratio:
+        if plan.advice.ratio > least_ratio:
             plan.config = replace(plan.config, recompute_ratio=plan.advice.ratio)
         return {*chunks} - {chunks[number] for number in plan.advice.loaded}
 

@@ -75,7 +75,7 @@ class BlendReport:
     """Tokens, charged budget and time of one prefill.
 
     Attributes:
-        nominal_ratio: share of the reusable tokens that was asked for, the mean over layers.
+        nominal_ratio: share of the reusable tokens that was asked for.
         prompt_tokens: tokens of the prompt without padding, all rows of a batch.
         reusable_tokens: those with stored KV that is not exact, from which some are selected to be recomputed.
         exact_tokens: those with stored KV that is a full prefill's.
@@ -123,7 +123,7 @@ class BlendReport:
     recipe: str = ""
     notice: str = ""
     fallback_reason: str = ""
-    # of each part of a prompt the first choice: columns and what is chosen of them, `[batch, rows]`, and past tokens
+    # of each part of a prompt the choice: columns and what is chosen of them, `[batch, rows]`, and past tokens
     _chosen: list[list[list[int]] | tuple[Tensor, Tensor, int]] = field(default_factory=list, repr=False)
     _charges: list[Charge] = field(default_factory=list, repr=False)
     _costs: list[LayerCost] = field(default_factory=list, repr=False)
@@ -150,7 +150,7 @@ class BlendReport:
 
     @property
     def chosen_columns(self) -> list[list[int]]:
-        """For each batch entry the reusable columns that the first choice recomputes; asks the device once."""
+        """For each batch entry the reusable columns that are recomputed; asks the device once."""
         parts = []
         for number, chosen in enumerate(self._chosen):
             if isinstance(chosen, tuple):

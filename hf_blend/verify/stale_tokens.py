@@ -110,7 +110,7 @@ def _stale_error(subject: ModelUnderTest, prompts: Sequence[Prompt], ratio: floa
 def _check_layer(got: BlendedPrefill) -> int:
     """The last layer whose K and V are all fresh; those of layer 0 are, wherever tokens are chosen."""
     selector: Any = plugins.load("selectors", got.cache.config.selector)
-    return got.cache.config.check_layers[0] if selector.needs_kv else 0
+    return got.cache.config.check_layer if selector.needs_kv else 0
 
 
 def _first_stale_layer(got: BlendedPrefill) -> int:

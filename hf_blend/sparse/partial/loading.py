@@ -7,7 +7,7 @@
     model.generate(**cache.inputs_from_messages(...), **cache.keyword, max_new_tokens=64)
     print(cache.report.partial)
 
-In each layer behind the last check layer, the keys of a few probe heads are loaded first. When the layer's attention
+In each layer behind the check layer, the keys of a few probe heads are loaded first. When the layer's attention
 begins, the question's queries choose the important blocks. These are loaded, and the layer attends to them, to
 recomputed tokens, and to tokens without stored KV. The other columns are hidden, in decoding too. If the probe heads
 of a layer disagree, all of it is loaded.
@@ -122,7 +122,7 @@ class PartialLoading:
         return probe_count(kv_heads)
 
     def begin(self, index: int, rows: Rows | None, plan: Plan) -> None:
-        """Begin a layer behind the last check layer: find its chunks that can be loaded in part."""
+        """Begin a layer behind the check layer: find its chunks that can be loaded in part."""
         in_blocks = []
         for placed in plan.chunks:
             first_column = plan.real.shape[1] - plan.counts[placed.row]  # padding may be before it
