@@ -12,7 +12,8 @@ code word, that. `compute` computes all behind the edit; `moved` repairs nothing
 the moved tokens by the default rule; `healed S` has then healed a share S of what is not exact.
 
 The error is the KL divergence of the next-token distributions from stock's full prefill of the edited conversation, in
-nats, mean over the first ten tokens of stock's answer; `says` is how often the code word is said. Time is that of one
+nats, mean over the first ten tokens of stock's answer. `says` is how often the code word is the most likely end of an
+answer that begins to say it, `nats` what a token of it costs there; `not dropped` is the other end. Time is of one
 thread's CPU to the first token, with finding and copying what is moved; `speed` is that of computing over it. `run`
 appends a line per conversation and edit and skips those that are there. `table` writes
 `benchmarks/results/edits.json`; intervals are over conversations.
@@ -30,10 +31,10 @@ from typing import Any
 
 import parted_models
 import torch
-import transformers
 from real_selectors import RESULTS, Bench, _commit
 from robust import passages
 from torch import Tensor
+from transformers import DynamicCache
 
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.evaluation.summary import share_interval
@@ -41,7 +42,6 @@ from hf_blend.evaluation.summary import share_interval
 SEED = 11
 PASSAGES, TURNS = 4, 3
 COMPARED_TOKENS = 10
-SAID_TOKENS = 24  # in which the code word is looked for
 EDITS = ("thought", "message", "output", "date", "answer", "secret")
 WAYS: dict[str, dict[str, Any]] = {
     "compute": {"edits": "compute"},
@@ -51,6 +51,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 HEALED = {"healed .5": 0.5, "healed 1": 1.0}  # a share of what the last of these has not computed
 SECRET = "What is my code word?"
+OPENING = "Your code word is"
 Row = dict[str, Any]
 
 
@@ -66,7 +67,7 @@ def conversations(folder: Path) -> list[list[Row]]:
 
 
 def messages_of(rows: Sequence[Row], code: str, edit: str = "", question: str = "") -> list[dict[str, str]]:
-    """Make the messages of a conversation, edited in one way, with a question where it is another than the edit's."""
+    """Make the messages of a conversation, edited in one way; without a question the third is asked again."""
     date = "4 March" if edit == "date" else "3 March"
     said = [("system", f"Today is {date} 2026. You answer from search results, in one sentence.")]
     for number, row in enumerate(rows):
@@ -87,13 +88,12 @@ def messages_of(rows: Sequence[Row], code: str, edit: str = "", question: str = 
             answer = f"not in the results, but {rows[1]['answers'][0]} may be meant"
         said.append(("user", "\n\n".join(["Search results:", *found, row["question"]])))
         said.append(("assistant", f"{thought}It is {answer}."))
-    asked = SECRET if edit == "secret" else f"Say it again in one sentence: {rows[-1]['question']}"
-    said.append(("user", question or asked))
+    said.append(("user", question or f"Say it again in one sentence: {rows[-1]['question']}"))
     return [{"role": role, "content": content} for role, content in said]
 
 
 def measured(
-    bench: Bench, messages: list[dict[str, str]], way: str, path: str, full: Sequence[Tensor]
+    bench: Bench, messages: list[dict[str, str]], way: str, path: str, full: Sequence[Tensor], code: str
 ) -> Iterator[Any]:
     """Give each way's name, its error and cost; the last ways heal the cache of the one before.
 
@@ -103,6 +103,7 @@ def measured(
         way: of `WAYS`.
         path: of the conversation as it was.
         full: stock's answer `[tokens]`, and its log probabilities `[tokens, words]`.
+        code: the word that is asked for; else empty.
     """
     cache = BlendCache.load(bench.model, ChunkStore.open("memory://"), path, **{"edits": "blend", **WAYS[way]})
     began = time.process_time()
@@ -112,34 +113,37 @@ def measured(
     ms = 1e3 * (time.process_time() - began)
     kept = (past + cache.report.reused_tokens) / ids.shape[1]
     row = {"ms": round(ms, 1), "kept": round(kept, 4), "charged": round(cache.report.charged_budget, 4)}
-    yield way, {**row, **answered(bench, messages, cache, first, full)}
+    row["kl"] = divergence(bench, cache, first, full)
+    yield way, row | (recalled(bench, cache, code) if code else {})
     left = cache.heal(0)
     for name, share in HEALED.items() if way == [*WAYS][-1] else ():
         cache.heal(cache.heal(0) - round((1 - share) * left))
         cache.crop(-1)
         first = bench.model(ids[:, -1:], past_key_values=cache).logits[0]
-        yield name, answered(bench, messages, cache, first, full)
+        row = {"kl": divergence(bench, cache, first, full)}
+        yield name, row | (recalled(bench, cache, code) if code else {})
 
 
-def answered(
-    bench: Bench, messages: list[dict[str, str]], cache: BlendCache, first: Tensor, full: Sequence[Tensor]
-) -> Row:
-    """The error behind a prompt, and what the cache says of a code word; `first` are its logits `[1, words]`."""
+def divergence(bench: Bench, cache: BlendCache, first: Tensor, full: Sequence[Tensor]) -> float:
+    """The error behind a prompt, whose logits are `first`, `[1, words]`; the cache stays as it is."""
     answer, logs = full
-    prompt = cache.get_seq_length()
     logits = torch.cat([first, bench.model(answer[None], past_key_values=cache).logits[0, :-1]])
-    cache.crop(prompt - cache.get_seq_length())
-    row: Row = {"kl": round(float((logs.exp() * (logs - torch.log_softmax(logits.float(), -1))).sum(-1).mean()), 6)}
-    if messages[-1]["content"] == SECRET:
-        said, _ = bench.continued(cache, first, SAID_TOKENS)
-        row["said"] = bench.tokenizer.decode(said, skip_special_tokens=True)
-        cache.crop(prompt - cache.get_seq_length())
-    return row
+    cache.crop(-len(answer))
+    return round(float((logs.exp() * (logs - torch.log_softmax(logits.float(), -1))).sum(-1).mean()), 9)
+
+
+def recalled(bench: Bench, cache: Any, code: str) -> Row:
+    """How an answer that begins to say the code word goes on: nats of a token of it, and whether it is said."""
+    opening, word = (bench.tokenizer(text, add_special_tokens=False).input_ids for text in (OPENING, f" {code}"))
+    logits = bench.model(torch.tensor([[*opening, *word]]), past_key_values=cache).logits[0, len(opening) - 1 : -1]
+    cache.crop(-len(opening) - len(word))
+    nats = torch.nn.functional.cross_entropy(logits.float(), torch.tensor(word))
+    return {"nats": round(float(nats), 4), "says": logits.argmax(-1).tolist() == word}
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure what is not measured yet."""
-    bench = Bench(parted_models.locate(arguments.model), {}, dtype=arguments.dtype)
+    bench = Bench(parted_models.locate(arguments.model), {})
     path = arguments.rows / f"{arguments.model}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
@@ -156,18 +160,19 @@ def run(arguments: argparse.Namespace) -> None:
             bench.model(torch.tensor([held]), past_key_values=cache, logits_to_keep=1)
             cache.save(session)
             for edit in (one for one in EDITS if (number, one) not in done):
-                messages = messages_of(rows, code, edit)
+                question = SECRET if edit == "secret" else ""
+                messages = messages_of(rows, code, edit, question)
                 ids = bench.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
                 *full, _ = bench.full(torch.tensor([ids]), COMPARED_TOKENS)
                 line = {"id": number, "edit": edit, "code": code, "held": len(held), "tokens": len(ids), "ways": {}}
                 for way in WAYS:
-                    line["ways"] |= dict(measured(bench, messages, way, session, full))
-                if edit == "secret":
-                    kept = bench.tokenizer.apply_chat_template(
-                        messages_of(rows, code, question=SECRET), add_generation_prompt=True, return_dict=False
-                    )
-                    said, *_ = bench.full(torch.tensor([kept]), SAID_TOKENS)
-                    line["said_if_kept"] = bench.tokenizer.decode(said, skip_special_tokens=True)
+                    line["ways"] |= dict(measured(bench, messages, way, session, full, question and code))
+                if question:
+                    messages = messages_of(rows, code, question=question)
+                    ids = bench.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+                    whole = DynamicCache(config=bench.model.config)
+                    bench.model(torch.tensor([ids]), past_key_values=whole, logits_to_keep=1)
+                    line["ways"]["not dropped"] = {"kl": 0.0, **recalled(bench, whole, code)}
                 with path.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(line) + "\n")
 
@@ -183,13 +188,7 @@ def table(arguments: argparse.Namespace) -> None:
                 results.append({"model": path.stem, "edit": edit, "way": way, **summarised(of_edit, way)})
                 print(*results[-1].values())
     text = ",\n".join("  " + json.dumps(row) for row in results)
-    settings = {
-        "seed": SEED,
-        "threads": 1,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "commit": _commit(),
-    }
+    settings = {"seed": SEED, "threads": 1, "torch": torch.__version__, "commit": _commit()}
     arguments.output.write_text(f'{{"settings": {json.dumps(settings)},\n"rows": [\n{text}\n]}}\n', "utf-8")
 
 
@@ -197,7 +196,7 @@ def summarised(lines: Sequence[Row], way: str) -> Row:
     """The figures of one way of one edit: `of_moved` is its error as a share of moving alone, with an interval."""
     of_way = [line["ways"][way] for line in lines]
     kl = [found["kl"] for found in of_way]
-    moved = [line["ways"]["moved"]["kl"] for line in lines]
+    moved = [max(1e-9, line["ways"]["moved"]["kl"]) for line in lines]  # some edits change nothing
     row = {
         "n": len(lines),
         "tokens": round(statistics.median(line["tokens"] for line in lines)),
@@ -205,9 +204,9 @@ def summarised(lines: Sequence[Row], way: str) -> Row:
         "kl_median": round(statistics.median(kl), 5),
         "of_moved": [round(value, 3) for value in (sum(kl) / sum(moved), *share_interval(kl, moved))],
     }
-    if "said" in of_way[0]:
-        row["says"] = sum(line["code"] in line["ways"][way]["said"] for line in lines)
-        row["says_if_kept"] = sum(line["code"] in line["said_if_kept"] for line in lines)
+    if "says" in of_way[0]:
+        row["says"] = sum(found["says"] for found in of_way)
+        row["nats"] = round(statistics.fmean(found["nats"] for found in of_way), 3)
     if "ms" in of_way[0]:
         row["speed"] = round(
             statistics.median(line["ways"]["compute"]["ms"] / line["ways"][way]["ms"] for line in lines), 2
@@ -222,7 +221,6 @@ if __name__ == "__main__":
     commands = parser.add_subparsers(required=True)
     runs = commands.add_parser("run")
     runs.add_argument("--model", required=True)
-    runs.add_argument("--dtype", default="auto")
     runs.add_argument("--data", type=Path, required=True)
     runs.add_argument("--limit", type=int, default=40)
     runs.set_defaults(act=run)
