@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import plugins
 from ..errors import PromptError, UnsupportedModelError
-from ..prefill.plan import layout_of
+from ..model.capture import layout_of
 from ..prefill.request import NO_EDIT, Edit
 from ..prompt.pieces import Prompt, shared_tokens
 from ..rotary.base import frequency_regime

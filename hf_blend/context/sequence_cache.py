@@ -29,10 +29,10 @@ from ..cache.layers import as_indices, check_negative
 from ..cache.session import layer_of
 from ..errors import ConfigError, PromptError, UnsupportedModelError
 from ..model.anatomy import decoder_layers, input_device, is_extended, refuse_extended, text_config
+from ..model.capture import layout_of
 from ..model.checks import CheckedModel, Use, ensure_passed
 from ..model.hooks import ForwardHooks
 from ..model.identity import Author, author_of, refuse_other_author
-from ..prefill.plan import layout_of
 from ..prompt.pieces import UNKNOWN
 from .sequence_layer import SequenceLayer
 from .sequence_state import check_state, sequences_of

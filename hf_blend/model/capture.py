@@ -37,7 +37,7 @@ from ..errors import PromptError, UnsupportedModelError
 from ..prompt.pieces import check_ids
 from ..rotary.base import Table, frequency_regime, rotary_table
 from ..selectors.attention import Attention
-from ..store.chunk import ChunkKey, ChunkKV
+from ..store.chunk import ChunkKey, ChunkKV, Layout
 from .anatomy import (
     LayerCall,
     LayerInfo,
@@ -65,6 +65,7 @@ from .identity import fingerprint, state_of
 
 LEAST_SHARED = 16  # tokens of a prefix from which a forward of its own pays
 PROBE_TOKENS = 8
+LAYOUT_TOKENS = 4
 QUESTION_ROWS = 16  # the last ones of a question, that are listened to
 _OF_TOKENS_ALONE = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")  # cache layers without another state
 TEXT = """\
@@ -400,6 +401,15 @@ def _text_ids(tokenizer: Any) -> tuple[int, ...]:
     if tokenizer not in _texts or _texts[tokenizer][0] != size:
         _texts[tokenizer] = size, tuple(tokenizer.encode(TEXT, add_special_tokens=False))
     return _texts[tokenizer][1]
+
+
+@partial(per_model, encode=Layout.to_json, decode=Layout.of_json)
+def layout_of(model: nn.Module) -> Layout:
+    """What a model's KV looks like, read off a forward of a few tokens and not off its config.
+
+    A layer decides itself what it keeps (latent attention, sixteen bits, keys of another width than values).
+    """
+    return capture_chunk(model, text_ids(model, LAYOUT_TOKENS).tolist(), (), "").layout
 
 
 def compute_chunks(

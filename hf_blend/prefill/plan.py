@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from ..config import BlendConfig
-from ..model.anatomy import per_model, text_config, text_ids
-from ..model.capture import canary_of, capture_chunk, compute_chunks, is_of_model
+from ..model.anatomy import text_config
+from ..model.capture import canary_of, compute_chunks, is_of_model, layout_of
 from ..model.identity import fingerprint
 from ..prompt.pieces import Span
 from ..rotary.base import frequency_regime, scales_by_position
 from ..store import ChunkStore
-from ..store.chunk import CHAIN, ChunkKey, ChunkKV, ChunkSpan, Layout
+from ..store.chunk import CHAIN, ChunkKey, ChunkKV, ChunkSpan
 from ..store.stream import LazyLayers, StreamedLayers
 from .pipeline import Pipeline
 from .report import Advice
@@ -110,17 +110,6 @@ def find_runs(
     starts = np.maximum.accumulate(np.where(is_break, numbers, start))
     is_moved = bool((columns_and_positions[:, 0] != before).any())
     return TokenPositions(starts, is_moved), PositionRun(int(starts[-1]), columns_and_positions[:, -1])
-
-
-__all__ = ["layout_of"]
-
-PROBE_TOKENS = 4
-
-
-@partial(per_model, encode=Layout.to_json, decode=Layout.of_json)
-def layout_of(model: nn.Module) -> Layout:
-    """The layout of a model's KV, found by one short forward and remembered until the fingerprint changes."""
-    return capture_chunk(model, text_ids(model, PROBE_TOKENS).tolist(), (), "").layout
 
 
 @dataclass(frozen=True, eq=False)

@@ -73,8 +73,9 @@ class Rows:
     @classmethod
     def every(cls, grid: Tensor) -> "Rows":
         """All columns of a `[batch, columns]` grid."""
-        columns = torch.arange(grid.shape[1], device=grid.device).expand(grid.shape[0], -1)
-        return cls(columns, None, (grid.shape[1],) * grid.shape[0], is_all=True)
+        batch, width = grid.shape
+        columns = torch.arange(width, device=grid.device).expand(batch, -1)
+        return cls(columns, None, (width,) * batch, is_all=True)
 
     @cached_property
     def numbers(self) -> list[list[int]]:
@@ -86,16 +87,18 @@ class Rows:
         self, selected: Tensor, counts: Sequence[int] | None = None, is_alike: bool = False
     ) -> tuple["Rows", Tensor]:
         """Keep some of these rows as `of` does, `[batch, rows]` → `[batch, kept]`."""
-        rest, index = Rows.of(selected if self.filler is None else selected & ~self.filler, counts, is_alike)
+        if self.filler is not None:
+            selected = selected & ~self.filler
+        rest, index = Rows.of(selected, counts, is_alike)
         if self.is_all:
             return rest, index
         return Rows(self.columns.gather(1, index), rest.filler, rest.counts), index
 
     def last(self, count: int) -> tuple["Rows", Tensor]:
         """Keep the last `count` rows, none of which is a repetition; otherwise as `keep`."""
-        width = self.columns.shape[1]
-        index = torch.arange(width - count, width, device=self.columns.device).expand(self.columns.shape[0], -1)
-        rest = Rows(self.columns[:, -count:], None, (count,) * self.columns.shape[0])
+        batch, width = self.columns.shape
+        index = torch.arange(width - count, width, device=self.columns.device).expand(batch, -1)
+        rest = Rows(self.columns[:, -count:], None, (count,) * batch)
         if "numbers" in vars(self):
             rest.numbers = [numbers[-count:] for numbers in self.numbers]
         return rest, index

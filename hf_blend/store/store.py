@@ -122,7 +122,7 @@ class Store:
 
         Args:
             key: which chunk.
-            layout: of the model that will use it (`hf_blend.prefill.plan.layout_of`); a chunk of another shape or
+            layout: of the model that will use it (`hf_blend.model.capture.layout_of`); a chunk of another shape or
                 dtype is a miss. None accepts any.
 
         Returns:

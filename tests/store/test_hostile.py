@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from hf_blend.model.capture import capture_chunk
+from hf_blend.model.capture import capture_chunk, layout_of
 from hf_blend.model.identity import fingerprint
-from hf_blend.prefill.plan import layout_of
 from hf_blend.store import ChunkStore, index
 from tests.asking import logits, memory
 
