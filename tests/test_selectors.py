@@ -196,14 +196,15 @@ def test_expected_error_sees_what_stock_attention_of_some_rows_of_question_sees(
     rows = [58, 67, 76, 77, 78, 79]
     pieces = {**PIECES, "question": [*range(30, 52)]}
     weights = []
-    measured = expected_error._attention_times_length
+    measured = Attention.taken
 
-    def recorded(seen, shares, question):
-        assert seen.columns[0, question[0] > 0].tolist() == rows
-        weights.append(shares)
-        return measured(seen, shares, question)
+    def recorded(seen, of_asking):
+        is_asking = of_asking.sum(dim=(0, 1, 3)) > 0
+        assert seen.columns[0, is_asking].tolist() == rows
+        weights.append(of_asking * len(rows))
+        return measured(seen, of_asking)
 
-    monkeypatch.setattr(expected_error, "_attention_times_length", recorded)
+    monkeypatch.setattr(Attention, "taken", recorded)
     monkeypatch.setattr(expected_error, "ROWS", len(rows))
     cache, _, inputs = prefilled(model, pieces, selector="expected-error", recompute_ratio=0.2)
     (chosen_columns,) = cache.report.chosen_columns
@@ -219,7 +220,8 @@ def test_expected_error_sees_what_stock_attention_of_some_rows_of_question_sees(
     with torch.no_grad():
         output = model(ids, past_key_values=stale, position_ids=places, output_attentions=True)
     seen = [*range(first), *rows]
-    for shares, expected in zip(weights, output.attentions, strict=True):
+    for of_asking, expected in zip(weights, output.attentions, strict=True):
+        shares = of_asking[:, :, of_asking.sum(dim=(0, 1, 3)) > 0]
         torch.testing.assert_close(shares[..., seen], expected, rtol=1e-3, atol=1e-4)
         totals = shares.sum(dim=-1)
         assert totals.allclose(torch.ones(())), "the question's other rows are seen by none"

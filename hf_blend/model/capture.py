@@ -206,10 +206,7 @@ def importance_of(model: nn.Module, cache: Any, question_ids: tuple[int, ...]) -
         asking = query[:, :, -len(rows) :]
         columns = rows.to(query.device)[None]
         attention = Attention(asking, key, value, columns, tokens, lines, scaling, kwargs.get("softcap"))
-        by_head = attention.weights()[0, :, :, :tokens].mean(dim=1)
-        by_kv_head = by_head.view(value.shape[1], -1, tokens).mean(dim=1)
-        lengths = torch.linalg.vector_norm(value[0, :, :tokens], dim=-1, dtype=torch.float32)
-        taken.append((by_kv_head * lengths).mean(dim=0))
+        taken.append(attention.taken(attention.weights())[0, :tokens])
         return stock(module, query, key, value, mask, **kwargs)
 
     handles = hook_attention(modules, lambda given: listen if any(value is cache for value in given) else None)

@@ -70,6 +70,18 @@ class Attention:
         hidden = ~visible
         return scores.masked_fill(hidden, torch.finfo(torch.float32).min).softmax(dim=-1).masked_fill(hidden, 0)
 
+    def taken(self, weights: Tensor) -> Tensor:
+        """What the rows take from each key: its weight times the length of its value, mean over rows and heads.
+
+        Source: VATP (arXiv 2406.12335).
+
+        Shapes: `[batch, heads, rows, keys]` → `[batch, keys]` float32.
+        """
+        batch, _, _, keys = weights.shape
+        by_kv_head = weights.reshape(batch, self.values.shape[1], -1, keys).mean(dim=2)
+        lengths = torch.linalg.vector_norm(self.values, dim=-1, dtype=torch.float32)
+        return (by_kv_head * lengths).mean(dim=1)
+
     def outputs(self, weights: Tensor) -> Tensor:
         """The output of attention: the values weighted by what `weights` gave.
 

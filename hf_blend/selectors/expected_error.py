@@ -35,8 +35,8 @@ class ExpectedError(Selector):
         asking = cache(lambda columns: _equal_shares(view.is_question(columns)))  # most layers have the same columns
 
         def receive(layer: int, seen: Attention, weights: Tensor) -> None:
-            of_layer = _attention_times_length(seen, weights, asking(seen.columns))
-            received.append(of_layer.to(view.columns.device))
+            of_asking = weights * asking(seen.columns)[:, None, :, None]
+            received.append(seen.taken(of_asking)[:, seen.past :].to(view.columns.device))
 
         view.probe(receive, range(view.num_layers), rows=ROWS)
         likely_error = view.likely_error() ** POWER
@@ -48,15 +48,3 @@ class ExpectedError(Selector):
 def _equal_shares(rows: Tensor) -> Tensor:
     """`[batch, rows]` bool → float32: 1 over their number where True, else 0."""
     return rows / rows.sum(dim=1, keepdim=True)
-
-
-def _attention_times_length(seen: Attention, weights: Tensor, shares: Tensor) -> Tensor:
-    """What the question's rows take from each column, on average over the rows and the heads.
-
-    Shapes: weights `[batch, heads, rows, keys]`, shares `[batch, rows]` of each row → `[batch, columns]` float32.
-    """
-    batch, _, _, keys = weights.shape
-    by_row = weights * shares[:, None, :, None]
-    by_kv_head = by_row.view(batch, seen.values.shape[1], -1, keys).mean(dim=2)
-    lengths = torch.linalg.vector_norm(seen.values, dim=-1, dtype=torch.float32)
-    return (by_kv_head * lengths).mean(dim=1)[:, seen.past :]
