@@ -276,7 +276,7 @@ def test_assisted_decoding_of_later_turn_is_refused():
     before = cache.tokens()
     more = torch.cat([output[0, -1:], output[0]])
     inputs = cache.inputs(more.tolist())
-    with pytest.raises(PromptError, match="assisted decoding passes the whole prompt"):
+    with pytest.raises(PromptError, match=r"passes all of them again \(assisted decoding"):
         model.generate(**inputs, past_key_values=cache, prompt_lookup_num_tokens=3, **FEW)
     assert cache.tokens() == before
 
@@ -320,7 +320,7 @@ def test_blend_cache_refuses_prompts_of_generate_that_it_did_not_build(kind):
         "another answer of as many tokens": torch.cat([output[:, :-3], prompt(3, 7)], 1),
     }
     for name, ids in wrong.items():
-        with pytest.raises(PromptError, match=r"tokens of a prompt came behind the|from position 0 on"):
+        with pytest.raises(PromptError, match="tokens of a prompt came behind the"):
             model.generate(ids, past_key_values=cache, **FEW)
         assert cache.get_seq_length() == held, name
 

@@ -247,7 +247,7 @@ ALONE, STORED = "SequenceCache.*|ShiftCache", "(?!SequenceCache|ShiftCache).*"
 ASSISTED = "prompt lookup|assistant.*|early exit"
 REFUSED = [  # caches, options, turns, and the words of the refusal; the first line counts
     (ANY, "use_cache.*", ANY, "use_cache is False"),
-    (ANY, "shorter mask", ANY, "position_ids has the shape|from position 0 on"),
+    (ANY, "shorter mask", ANY, "position_ids has the shape"),
     ("BlendCache in self_extend", "(?!outputs|.*inputs_embeds|packed).*", ANY, "is inside self_extend"),
     (ALONE, "beams.*|samples", ANY, "expects one, without padding"),
     (ALONE, "packed", ANY, "text alone is expected"),
@@ -256,8 +256,8 @@ REFUSED = [  # caches, options, turns, and the words of the refusal; the first l
     ("windows", ANY, "cut", r"crop\(-6\) was asked"),
     ("convolution", f"(?!{ASSISTED}).*", "cut", r"crop\(-6\) was asked"),
     ("linear attention", f"(?!{ASSISTED}|packed).*", "cut", r"crop\(-6\) was asked"),
-    ("windows", ASSISTED, "continued", "from position 0 on"),
-    ("(?!windows|linear attention).*", ASSISTED, "continued|cut|edited", "from position 0 on"),
+    ("windows", ASSISTED, "continued", "passes all of them again"),
+    ("(?!windows|linear attention).*", ASSISTED, "continued|cut|edited", "passes all of them again"),
     (STORED, "longer mask", ROWS, "attention_mask has the shape"),
 ]
 SKIPPED = {("convolution", "early exit"): "stock fails, and leaves the model's config with a layer less"}
@@ -372,10 +372,10 @@ def check_equal(got, expected, is_noisy):
             torch.testing.assert_close(one, other, rtol=0, atol=TOLERANCE * size)
 
 
-def refusal(name, option, turn):
+def refusal(name, option, turn, refused=REFUSED):
     """By which words a cell is refused; None: it is not."""
     cell = name, option, turn
-    for *patterns, words in REFUSED:
+    for *patterns, words in refused:
         if all(re.fullmatch(pattern, part) for pattern, part in zip(patterns, cell, strict=True)):
             return words
     return None
@@ -458,3 +458,135 @@ def test_each_option_of_generate_is_in_table():
         named |= {*(option(model, given) if callable(option) else option)}
     assert not known - named, "write a line for it"
     assert not {*ELSEWHERE} - known, "it is gone"
+
+
+# A loop of one's own
+
+
+def causal(model, ids, past, keys=0):
+    """A mask of one's own, `[1, 1, tokens, keys]`."""
+    columns = torch.arange(past + ids.shape[1] + keys)
+    hidden = columns > (past + torch.arange(ids.shape[1]))[:, None]
+    return torch.where(hidden, torch.finfo(torch.float32).min, 0.0)[None, None]
+
+
+def ones(ids, columns):
+    return torch.ones(len(ids), columns, dtype=torch.int64)
+
+
+CALLS = {  # what a call brings beside input_ids, or in their place, behind `past` tokens
+    "nothing": lambda model, ids, past: {},
+    "logits_to_keep": lambda model, ids, past: {"logits_to_keep": 1},
+    "some logits": lambda model, ids, past: {"logits_to_keep": 5},
+    "logits by number": lambda model, ids, past: {"logits_to_keep": torch.tensor([0, 2])},
+    "use_cache": lambda model, ids, past: {"use_cache": True},
+    "no use_cache": lambda model, ids, past: {"use_cache": False},
+    "labels": lambda model, ids, past: {"labels": ids},
+    "hidden states": lambda model, ids, past: {"output_hidden_states": True, "output_attentions": True},
+    "a tuple": lambda model, ids, past: {"return_dict": False},
+    "position_ids": lambda model, ids, past: {"position_ids": past + torch.arange(ids.shape[1])[None]},
+    "shifted positions": lambda model, ids, past: {"position_ids": past + 5 + torch.arange(ids.shape[1])[None]},
+    "short positions": lambda model, ids, past: {"position_ids": torch.arange(2)[None]},
+    "mask": lambda model, ids, past: {"attention_mask": ones(ids, past + ids.shape[1])},
+    "long mask": lambda model, ids, past: {"attention_mask": ones(ids, past + ids.shape[1] + 3)},
+    "short mask": lambda model, ids, past: {"attention_mask": ones(ids, ids.shape[1] - 1)},
+    "mask of four rows": lambda model, ids, past: {"attention_mask": ones(ids[:1].repeat(4, 1), past + ids.shape[1])},
+    "mask by rows": lambda model, ids, past: {"attention_mask": causal(model, ids, past)},
+    "wide mask by rows": lambda model, ids, past: {"attention_mask": causal(model, ids, past, 4)},
+    "inputs_embeds": lambda model, ids, past: {"input_ids": None, "inputs_embeds": model.get_input_embeddings()(ids)},
+    "cache_position": lambda model, ids, past: {"cache_position": past + torch.arange(ids.shape[1])},
+    "fewer rows": lambda model, ids, past: {"input_ids": ids[: len(ids) - (past > 0)]},
+    "more rows": lambda model, ids, past: {"input_ids": ids.repeat(1 + (past > 0), 1)},
+    "nothing new": lambda model, ids, past: {"input_ids": ids[:, : ids.shape[1] * (past == 0)]},
+}
+CHANGES = {  # of a cache between two calls
+    "first": lambda cache: None,
+    "behind": lambda cache: None,
+    "cut": lambda cache: cache.crop(-2),
+    "other order": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+    "repeated": lambda cache: cache.batch_repeat_interleave(2),
+    "one of them": lambda cache: cache.batch_select_indices(torch.tensor([2])),
+}
+UNCHANGED = ["cut", "repeated", "one of them"]  # of states
+BEHIND = "(?!first).*"
+CALLS_REFUSED = [
+    (ANY, "no use_cache", ANY, "use_cache is False"),
+    (ANY, "nothing new", BEHIND, "0 tokens of . requests came"),
+    (ANY, "short positions", ANY, "position_ids has the shape"),
+    ("BlendCache in self_extend", "logits_to_keep|some logits", ANY, "is inside self_extend"),
+    (ALONE, "shifted positions", ANY, "Leave position_ids out"),
+    (ALONE, ".*mask by rows", ANY, "expects one, without padding"),
+    (ALONE, "more rows", BEHIND, "expects one, without padding"),
+    (ALONE, "short mask", ANY, "attention_mask has the shape"),
+    (STORED, "(long|short|wide) mask.*", ANY, "attention_mask has the shape"),
+    (STORED, "mask of four rows", "(?!repeated).*", "attention_mask has the shape"),
+    ("windows", "mask by rows", BEHIND, "attention_mask has the shape"),
+    (STORED, "fewer rows", "one of them", "of 0 requests came"),
+    (ALONE, "fewer rows", BEHIND, "of 0 requests came"),
+    (STORED, "(fewer|more) rows", BEHIND, "requests came behind"),
+]
+
+
+@torch.no_grad()
+def called(model, cache, ids, option):
+    """What a call gives, as tensors."""
+    past = cache.get_seq_length()
+    arguments = {"input_ids": ids, "past_key_values": cache, **CALLS[option](model, ids, past)}
+    output = model(**{name: value for name, value in arguments.items() if value is not None})
+    return {"all": [*flat(output if isinstance(output, tuple) else output.to_tuple())]}
+
+
+class Loop:
+    """The calls of a cache, and those of stock's beside it."""
+
+    def __init__(self, name):
+        self.name = name
+        self.kind = KINDS[name]
+        self.cache = self.kind.make()
+        self.stock = DynamicCache(config=self.kind.model.config)
+        self.rows = 1 if name in SINGLE else 2
+
+    def call(self, option, tokens):
+        """Make a call, which is as stock's; or give the words by which it is refused."""
+        model = self.kind.model
+        ids = torch.tensor([random_ids(tokens, 7 * tokens + row) for row in range(self.rows)])
+        before = copy.deepcopy(self.stock)
+        try:
+            got = called(model, self.cache, ids, option)
+        except HfBlendError as error:
+            return str(error)
+        except (ValueError, NotImplementedError) as error:
+            with pytest.raises(type(error)):
+                called(model, self.stock, ids, option)
+            self.stock = before
+            return ""
+        check_equal(got, called(model, self.stock, ids, option), self.name == "kv_bits")
+        return ""
+
+    def change(self, turn):
+        """Change both caches, and count the rows."""
+        for cache in (self.stock, self.cache):
+            CHANGES[turn](cache)
+        self.rows = {"repeated": 4, "one of them": 1}.get(turn, self.rows)
+
+
+def changes_of(name):
+    """A sequence has no rows; windows and states cannot be cut, and states not be repeated, neither can stock's."""
+    if name in SINGLE:
+        return ["first", "behind", "cut"]
+    left_out = {"windows": ["cut"], "convolution": UNCHANGED, "linear attention": UNCHANGED}.get(name, [])
+    return [turn for turn in CHANGES if turn not in left_out]
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("option", CALLS)
+def test_each_call_is_that_of_stock_or_refused_by_name(name, option):
+    loop = Loop(name)
+    with loop.kind.entered(loop.cache):
+        for turn in changes_of(name):
+            loop.change(turn)
+            words = refusal(name, option, turn, CALLS_REFUSED)
+            said = loop.call(option, 24 if turn == "first" else 7)
+            assert bool(said) == (words is not None), (turn, said)
+            assert words is None or re.search(words, said), turn
+            assert loop.call("nothing", 1) == ""

@@ -160,7 +160,7 @@ def test_getters_change_nothing(shared_model, pieces):
         assert hooks(model) == 0
 
 
-KEPT = attrgetter("author", "inexact_from", "is_recording", "is_prompt_open", "check_ms", "chunk_prefix_ids")
+KEPT = attrgetter("author", "inexact_from", "is_recording", "check_ms", "chunk_prefix_ids")
 
 
 @torch.no_grad()

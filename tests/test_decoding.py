@@ -52,7 +52,7 @@ def test_prefill_chunk_size_continues_cache_or_is_refused_by_name(store, cached)
     ids = torch.tensor([random_ids(60, 1)])
     cache = BlendCache(model, store)
     run(model, {"input_ids": ids[:, :cached]}, cache, max_new_tokens=1)
-    with pytest.raises(PromptError, match=r"tokens of a prompt came behind|from position 0 on"):
+    with pytest.raises(PromptError, match="tokens of a prompt came behind"):
         run(model, {"input_ids": ids}, cache, prefill_chunk_size=20)
     whole = cache.inputs(None, prefix=ids[0, :cached].tolist(), chunks=[], question=ids[0, cached:].tolist())
     assert cache.get_seq_length() == cached

@@ -287,7 +287,6 @@ def test_padding_is_refused_of_prompt_and_of_later_turn():
         cache, _ = blended(model, *PAIR)
         mask = torch.ones(2, cache.get_seq_length() + 6)
         mask[1, -6:-3] = 0
-        cache.state.is_prompt_open = True
         model(prompt(6, rows=2), attention_mask=mask, past_key_values=cache, logits_to_keep=logits_to_keep)
         refused(cache, "hold padding")
 

@@ -511,7 +511,7 @@ class BlendCache(GuardedCache):
         twin.layers = twin.state.kv.all
         for name in ("report", "tokens"):
             setattr(twin.state, name, copy.deepcopy(getattr(self.state, name), memo))
-        flags = ("inexact_from", "is_recording", "is_prompt_open", "is_inference")
+        flags = ("inexact_from", "is_recording", "is_inference")
         for name in ("pending", "author", *flags, "chunk_prefix_ids", "question_ids"):
             setattr(twin.state, name, getattr(self.state, name))
         return twin

@@ -57,7 +57,7 @@ class CacheForwards:
         self.prefill: Prefill | None = None  # a `ProbePass` while a probe runs
         # Of the forward that runs: tokens before it, those that it brings, and what is restored if it fails
         self._past = self._width = 0
-        self._before = state.pending, state.report, state.is_prompt_open
+        self._before = state.pending, state.report
         self._snapshots: list[Any] | None = None  # of the layers, if it has an author
         self.hooks = ForwardHooks(cache, state.model, state.info.layers, listener=self)
         self.hooks.watch_model()
@@ -67,7 +67,7 @@ class CacheForwards:
         began_s, state = time.perf_counter(), self.state
         self.settle()
         self._past = past = state.kv.length
-        self._before = state.pending, state.report, state.is_prompt_open
+        self._before = state.pending, state.report
         self._refuse(arguments)
         request = Request.parse(arguments, state.model, past, state.pending)
         state.info.refuse_tokens(request.width, past)
@@ -76,7 +76,6 @@ class CacheForwards:
         else:
             self._begin_plain(request)
         self._width = request.width
-        state.is_prompt_open = not past or (state.is_prompt_open and request.width > 1)
         state.is_inference = state.is_inference or torch.is_inference_mode_enabled()
         state.has_graph = state.has_graph or torch.is_grad_enabled()
         self.is_running = True
@@ -124,7 +123,7 @@ class CacheForwards:
             return
 
         # Restore the cache
-        state.pending, state.report, state.is_prompt_open = self._before
+        state.pending, state.report = self._before
         if snapshots is not None:
             state.kv.restore(snapshots)
             state.tokens.crop(self._past)
@@ -189,7 +188,6 @@ class CacheForwards:
                 kv=state.kv.all,
                 begins_turn=begins_turn,
                 is_expected=is_expected,
-                is_continued=state.is_prompt_open or state.is_recording,
                 advice=ASK_AGAIN,
             )
         )

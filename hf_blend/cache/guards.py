@@ -15,14 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache
+from transformers import Cache, GenerationMixin
 
 from ..errors import ConfigError, PromptError, UnsupportedModelError
 from ..model.anatomy import cache_argument, other_inputs
 
 ADAPTERS = ("adapter_names", "alora_offsets")  # of PEFT, which puts hooks into the model for one call
-# `generate` passes at least one of these; a direct call of the model that appends tokens needs none
-OF_GENERATE = ("attention_mask", "position_ids", "return_dict")
+MARKS_CACHES = "_is_user_defined" in GenerationMixin._prepare_cache_for_generation.__code__.co_names
 
 
 class GuardedCache(Cache):
@@ -59,9 +58,9 @@ class CacheCall:
         kv: the cache's layers.
         begins_turn: a `generate` begins.
         is_expected: the new tokens are those that the cache's `inputs` built.
-        is_continued: the cached tokens are part of a prompt that is still coming, or assisted decoding has begun.
         advice: how a prompt is given behind cached tokens.
         next_position: of a cache that continues one sequence at a time, and gives the model positions and no mask.
+        dropped: how many tokens such a cache has dropped by itself.
     """
 
     model: nn.Module
@@ -72,9 +71,9 @@ class CacheCall:
     kv: Sequence[Any]
     begins_turn: bool
     is_expected: bool
-    is_continued: bool
     advice: str
     next_position: int | None = None
+    dropped: int = 0
 
     @property
     def is_single(self) -> bool:
@@ -98,6 +97,15 @@ def _without_cache(call: CacheCall) -> str:
         f"use_cache is False, but a cache came with the call of {type(call.model).__name__}: each step would bring "
         "the whole prompt, and the cache would append it again. Pass use_cache=True (fine-tuning leaves it off in "
         "generation_config and config), or no cache."
+    )
+
+
+def _nothing_new(call: CacheCall) -> str:
+    if 0 not in call.shape:
+        return ""
+    return (
+        f"{call.shape[1]} tokens of {call.shape[0]} requests came, but at least one of one is expected. Pass "
+        "input_ids or inputs_embeds with a token."
     )
 
 
@@ -126,30 +134,33 @@ def _adapters_of_one_call(call: CacheCall) -> str:
 def _other_mask(call: CacheCall) -> str:
     mask = call.arguments.get("attention_mask")
     rows, columns = call.shape
-    if call.is_single or not isinstance(mask, Tensor) or not columns:
+    if not isinstance(mask, Tensor):
         return ""
     total = call.past + columns
     fits = mask.dim() not in (2, 4)
-    if mask.dim() == 2:
+    if call.is_single:  # which attends to all that it holds
+        fits = mask.shape[-1] >= total
+    elif mask.dim() == 2:
         fits = tuple(mask.shape) == (rows, total)
     elif mask.dim() == 4:
-        keys = {total}
+        keys = {mask.shape[3]}
         for layer in call.kv:
             if hasattr(layer, "sizes_behind"):  # a window shows fewer
                 keys.add(layer.sizes_behind(call.past, columns)[0])
-        fits = mask.shape[0] in (1, rows) and mask.shape[2] == columns and mask.shape[3] in keys
+        fits = mask.shape[0] in (1, rows) and mask.shape[2] == columns and len(keys) == 1
     if fits:
         return ""
     return (
         f"attention_mask has the shape {tuple(mask.shape)}, but ({rows}, {total}) is expected: {columns} new tokens "
-        f"behind {call.past} that are cached. Pass a mask of all of them, or none."
+        f"behind {call.past} that are cached. Pass a mask of all of them, or none; a mask by rows has the keys that "
+        "each layer keeps."
     )
 
 
 def _other_width(call: CacheCall) -> str:
     positions = call.arguments.get("position_ids")
     _, columns = call.shape
-    if not isinstance(positions, Tensor) or not columns or positions.shape[-1] == columns:
+    if not isinstance(positions, Tensor) or positions.shape[-1] == columns:
         return ""
     return (
         f"position_ids has the shape {tuple(positions.shape)}, but {columns} tokens came: generate counts them along "
@@ -183,13 +194,13 @@ def _not_single(call: CacheCall) -> str:
 
 def _other_positions(call: CacheCall) -> str:
     positions = call.arguments.get("position_ids")
-    is_first = call.begins_turn or not call.past
-    if not call.is_single or not is_first or positions is None:
+    if call.next_position is None or positions is None:
         return ""
-    # `generate` counts the tokens of the sequence; without holes these are the positions of the cache
-    steps = torch.arange(positions.shape[-1], device=positions.device)
-    given = positions.reshape(-1, len(steps))[-1]
-    if any(torch.equal(given, start + steps) for start in (call.past, call.next_position)):
+    given = positions.reshape(-1, positions.shape[-1])[-1].cpu()
+    start = int(given[0])
+    # `generate` counts tokens, also those that were dropped since it began
+    is_counted = call.past <= start <= call.past + call.dropped or start == call.next_position
+    if is_counted and torch.equal(given, start + torch.arange(len(given))):
         return ""
     return (
         f"position_ids begin with {positions.flatten()[:4].tolist()}, but this cache gives its tokens the positions "
@@ -207,31 +218,17 @@ def _other_inputs(call: CacheCall) -> str:
     )
 
 
-def _from_start(call: CacheCall) -> str:
-    positions = call.arguments.get("position_ids")
-    rows, columns = call.shape
-    if not call.past or rows != 1 or columns < 2 or not isinstance(positions, Tensor) or positions.dim() != 2:
-        return ""
-    if int(positions[0, 0]) != 0:
-        return ""
-    return (
-        f"the model was given {columns} tokens from position 0 on, but {call.past} tokens are in the cache already: "
-        "assisted decoding passes the whole prompt, and so does prefill_chunk_size of transformers 5.17. Call reset() "
-        "before it, or leave it out."
-    )
-
-
 def _unknown_beginning(call: CacheCall) -> str:
     _, columns = call.shape
-    if not call.past or call.is_expected:
-        return ""
-    is_of_generate = columns != 1 and any(call.arguments.get(name) is not None for name in OF_GENERATE)
-    if not call.begins_turn and (not is_of_generate or call.is_continued):
+    # where generate marks no cache, nobody knows whose call it is
+    begins_turn = call.begins_turn or (columns > 1 and not MARKS_CACHES)
+    if not call.past or call.is_expected or not begins_turn:
         return ""
     return (
-        f"{columns} tokens of a prompt came behind the {call.past} that the cache holds, but only prompts that were "
-        "built with the cache are known to begin with these: generate leaves out the first tokens of a prompt "
-        f"without comparing them. {call.advice}"
+        f"{columns} tokens of a prompt came behind the {call.past} that the cache holds, but only the rest of a "
+        "prompt that was built with the cache is known to continue these: generate leaves out the first tokens of a "
+        "prompt without comparing them, or passes all of them again (assisted decoding; prefill_chunk_size of "
+        f"transformers 5.17). {call.advice}"
     )
 
 
@@ -241,8 +238,8 @@ REFUSALS = (
     (UnsupportedModelError, _adapters_of_one_call),
     (PromptError, _other_inputs),
     (PromptError, _not_single),
-    (PromptError, _from_start),
     (PromptError, _unknown_beginning),
+    (PromptError, _nothing_new),
     (PromptError, _other_width),
     (PromptError, _other_positions),
     (PromptError, _other_mask),

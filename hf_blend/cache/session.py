@@ -73,7 +73,6 @@ def load_cache(empty: Any, cache: BlendState, path: str | Path) -> None:
         ids = state["ids"][None]
         cache.tokens = CachedTokens.of(ids, tokens)
         cache.author = author
-        cache.is_prompt_open = False
         if exact < tokens:
             cache.mark_inexact(exact)
 

@@ -363,7 +363,6 @@ class BlendState:
         healing: the second cache of `heal`, while it is not done.
         link_ends: where links of a chain may be cut out of the prompt, see `chains`.
         is_recording: assisted decoding has begun, whose steps bring several tokens.
-        is_prompt_open: the cached tokens may be the first part of a prompt: no answer is behind them.
         is_inference: some K and V may be of inference mode, outside of which they cannot be changed.
         has_graph: some K and V may carry a graph of autograd, with which they cannot be copied.
         is_cut: a forward failed after it may have advanced the state of a layer, which cannot be undone.
@@ -389,7 +388,6 @@ class BlendState:
     healing: Any = None
     link_ends: tuple[int, ...] = ()
     is_recording: bool = False
-    is_prompt_open: bool = True
     is_inference: bool = False
     has_graph: bool = False
     is_cut: bool = False
@@ -436,4 +434,3 @@ class BlendState:
         self.has_graph = False
         self.is_cut = False
         self.is_recording = False
-        self.is_prompt_open = True

@@ -103,7 +103,7 @@ class SequenceCache(GuardedCache):
         self._table = TokenTable()
         self._is_arranged = True  # the columns are those of the active sequence
         self._was_extended = False
-        self._is_prompt_open = False  # what is held may be the first part of a prompt
+        self.dropped = 0  # tokens that `make_room` has dropped
         self._expected: Tensor | None = None  # new ids of the prompt that `inputs` made, `[tokens]`
         self._forward: Forward | None = None  # that runs
         self._given: tuple[Tensor, Forward] | None = None  # the positions that the model was given last
@@ -384,12 +384,11 @@ class SequenceCache(GuardedCache):
                 kv=self.layers,
                 begins_turn=begins_turn,
                 is_expected=is_expected,
-                is_continued=is_recording or self._is_prompt_open,
                 advice=CONTINUE,
                 next_position=self._table.next_position(self.active),
+                dropped=self.dropped,
             )
         )
-        self._is_prompt_open = not held or (self._is_prompt_open and width > 1)
         if expected is not None and is_expected and width < len(expected):
             self._expected = expected[width:]  # the rest comes in further forwards (prefill_chunk_size)
         is_step = held > 0 and not is_expected and (width == 1 or is_recording)
@@ -416,7 +415,6 @@ class SequenceCache(GuardedCache):
     def _changed(self) -> None:
         """The active sequence is not what it was, for the columns and for the prompt that `inputs` made."""
         self._expected = None
-        self._is_prompt_open = False
         self._columns_changed()
 
     def _columns_changed(self) -> None:
@@ -564,4 +562,5 @@ class ShiftCache(SequenceCache):
             self._table.remove(self.active, keep, keep + dropped)
             self._table.shift(self.active, keep + dropped, None, -dropped)
             self._columns_changed()
+            self.dropped += dropped
             self.shifts += 1

@@ -41,8 +41,9 @@ class BlockedLayer:
         """Begin a sparse step: drop what the cache has changed since the last one."""
         unchanged = self._layer.unchanged_tokens
         self._copied_tokens = min(self._copied_tokens, unchanged)
+        blocks = unchanged // self._size
         if self._represented is not None:
-            self._represented = self._represented[:, :, : unchanged // self._size]
+            self._represented = self._represented[:, :, :blocks] if blocks else None  # another batch may be cached now
 
     def settle(self) -> None:
         """End a step: the layer counts changes from now on."""
@@ -119,7 +120,6 @@ class BlockedLayer:
             if first == 0:
                 self._prepared = self._method.prepare(blocks)
             new = self._method.represent(blocks, self._prepared)
-            is_first = known is None or first == 0  # another batch may be cached now
-            known = new if is_first else torch.cat([known, new], dim=2)
+            known = new if known is None else torch.cat([known, new], dim=2)
             self._represented = known
         return known[:, :, :count]
