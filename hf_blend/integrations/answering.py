@@ -12,14 +12,13 @@ from typing import Any
 
 from torch import Tensor
 from transformers.generation.stopping_criteria import StoppingCriteriaList
-from transformers.generation.streamers import BaseStreamer
 
 from ..cache.blend_cache import BlendCache
 from ..config import BlendConfig
 from ..errors import ConfigError, HfBlendError
 from ..model.anatomy import cache_argument
 from ..model.identity import author_of
-from ..prompt.detokenizer import Detokenizer
+from ..prompt.detokenizer import Detokenizer, TokenStreamer
 from ..prompt.messages import text_with_documents, with_documents
 from ..prompt.tokenizer import tokenizer_digest
 from ..store import ChunkStore
@@ -193,7 +192,7 @@ class Answer:
         def closed(ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
             return ids.new_full(ids.shape[:1], is_closed.is_set()).bool()
 
-        arguments = {**inputs, **cache_argument(self._model, self._cache), "streamer": _NewTokens(tell)}
+        arguments = {**inputs, **cache_argument(self._model, self._cache), "streamer": TokenStreamer(tell)}
         try:
             self._model.generate(**arguments, stopping_criteria=StoppingCriteriaList([closed]), **self._settings)
         except HfBlendError:
@@ -201,20 +200,3 @@ class Answer:
         except (ValueError, TypeError) as error:  # which is how it refuses arguments
             names = ", ".join(self._settings) or "no settings"
             raise ConfigError(f"generate failed with {names}: {type(error).__name__}: {error}") from error
-
-
-class _NewTokens(BaseStreamer):
-    """Passes on the tokens of the answer. A stopping criterion would also see candidates of assisted decoding."""
-
-    def __init__(self, tell: Callable[[list[int]], None]) -> None:
-        self._tell = tell
-        self._is_prompt_seen = False
-
-    def put(self, value: Tensor) -> None:
-        """Drop the prompt, which comes first, and pass on the tokens of each step."""
-        if self._is_prompt_seen:
-            self._tell(value.flatten().tolist())
-        self._is_prompt_seen = True
-
-    def end(self) -> None:
-        """Do nothing: no token is held back."""

@@ -2,8 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The text of an answer while its tokens are generated."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
 
 CUT = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet
 MOST_HELD = 16  # tokens; no character has so many
@@ -54,6 +57,23 @@ class Detokenizer:
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+class TokenStreamer(BaseStreamer):
+    """Passes on the tokens of an answer. A stopping criterion would also see candidates of assisted decoding."""
+
+    def __init__(self, tell: Callable[[list[int]], None]) -> None:
+        self._tell = tell
+        self._is_prompt_seen = False
+
+    def put(self, value: Tensor) -> None:
+        """Drop the prompt, which comes first, and pass on the tokens of each step."""
+        if self._is_prompt_seen:
+            self._tell(value.flatten().tolist())
+        self._is_prompt_seen = True
+
+    def end(self) -> None:
+        """Do nothing: no token is held back."""
 
 
 def _begins(text: str, stop: str) -> int:

@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.generation.stopping_criteria import StoppingCriteriaList
-from transformers.generation.streamers import BaseStreamer
 
 from ..cache.blend_cache import BlendCache
 from ..config import BlendConfig
 from ..errors import PromptError, PromptLengthError
 from ..model.anatomy import text_config
 from ..prefill.report import BlendReport
-from ..prompt.detokenizer import Detokenizer
+from ..prompt.detokenizer import Detokenizer, TokenStreamer
 from ..store import ChunkStore
 from .prompts import Input, make_input
 from .wire import FAILED, TOO_LONG, ChatRequest, CompletionRequest, Refused, RequestLimits
@@ -204,14 +203,16 @@ class ModelWorker:
         # Unseeded requests must not continue the random numbers of a seeded one.
         seed = job.request.seed
         torch.manual_seed(secrets.randbits(63) if seed is None else seed)
-        text = _TextStreamer(self.tokenizer, job)
+        text = _AnswerText(self.tokenizer, job)
 
         def stops(ids: Tensor, scores: Any, **_: Any) -> Tensor:
             """Whether each row ends: at a stop text, where nobody waits any more, and where the server ends."""
             return ids.new_full(ids.shape[:1], text.is_stopped or job.is_over or self._is_closed).bool()
 
         criteria = StoppingCriteriaList([stops])
-        self.model.generate(**inputs, **cache.keyword, **settings, streamer=text, stopping_criteria=criteria)
+        self.model.generate(
+            **inputs, **cache.keyword, **settings, streamer=TokenStreamer(text.add), stopping_criteria=criteria
+        )
 
         if self._is_closed:
             raise Refused("the server ends. Send the request again later.", status=503, code="stopping")
@@ -318,30 +319,23 @@ def _usage(prompt_tokens: int, new_tokens: int, report: BlendReport) -> dict[str
     }
 
 
-class _TextStreamer(BaseStreamer):
+class _AnswerText:
     """Makes text of tokens as they are generated."""
 
     def __init__(self, tokenizer: Any, job: Job) -> None:
         self.tokens: list[int] = []
         self._job = job
         self._text = Detokenizer(tokenizer, job.request.stops)
-        self._has_prompt = False
 
     @property
     def is_stopped(self) -> bool:
         """Whether one of the texts in `stop` has come."""
         return self._text.is_stopped
 
-    def put(self, value: Tensor) -> None:
-        """Drop the prompt, which comes first, and pass on what each token adds."""
-        if not self._has_prompt:
-            self._has_prompt = True
-            return
-        self.tokens += value.flatten().tolist()
+    def add(self, tokens: list[int]) -> None:
+        """Pass on what the tokens of a step add."""
+        self.tokens += tokens
         self._tell(is_last=False)
-
-    def end(self) -> None:
-        """Do nothing: whether the answer is whole is known later."""
 
     def finish(self) -> None:
         """Pass on what was held back."""
