@@ -32,7 +32,7 @@ from hf_blend.model.anatomy import decoder_layers, text_config
 from hf_blend.model.identity import fingerprint
 from hf_blend.prompt.tokenizer import front_ids
 from hf_blend.sparse.partial.itf import probe_count, similarity, threshold
-from hf_blend.sparse.partial.loading import LoadReport, PartialLoading
+from hf_blend.sparse.partial.loading import PartialLoading
 from hf_blend.sparse.partial.reader import keep_in_blocks
 from hf_blend.store.chunk import ChunkKey
 from papers.paper_page import Groups, by_way, write_paper
@@ -134,7 +134,7 @@ class _InPart(Blended):
         super().__init__(model, tokenizer, store, max_new_tokens)
         self.config = BlendConfig(selector="kv-deviation")
         self._way = way
-        self.report = LoadReport()
+        self.report: dict[str, float] = {}
         self.jaccard: dict[int, tuple[float, float]] = {}
 
     def answer(self, samples: Sequence[Sample], wanted: Sequence[Sequence[int]] | None = None) -> list[Outcome]:
@@ -209,7 +209,7 @@ class _Bench:
                 stores[where] = self._blocks(store, sample, way)
             loader = _InPart(self._model, self._tokenizer, stores[where], length, way)
             found = loader.answer([sample])[0]
-            lines.append(self._line(way.name, sample, found, {**vars(loader.report), "jaccard": loader.jaccard}))
+            lines.append(self._line(way.name, sample, found, {**loader.report, "jaccard": loader.jaccard}))
         self._folder.add(lines)
 
     def _blocks(self, store: ChunkStore, sample: Sample, way: Way) -> ChunkStore:

@@ -116,7 +116,7 @@ class CacheForwards:
         if prefill is not None:
             prefill.end()
             if state.loader is not None:
-                state.report.partial = vars(state.loader.report)
+                state.report.partial = state.loader.report
         if not failed:
             if has_begun:
                 check_length(state.model, state.kv.length, self._past + self._width)

@@ -70,18 +70,6 @@ class PartialConfig:
         store.part_loader = partial(PartialLoading, share=self.share, alpha=self.alpha)
 
 
-@dataclass
-class LoadReport:
-    """What was loaded."""
-
-    partial_layers: int = 0  # loaded in part
-    fallback_layers: int = 0  # loaded whole, because their probe heads did not agree
-    whole_layers: int = 0  # loaded whole: something is chosen there, or they cannot be loaded in part
-    loaded_bytes: int = 0  # of chunks in blocks, headers included
-    all_bytes: int = 0  # that they hold
-    unseen_share: float = 0.0  # of the chunks' tokens that a layer did not see, mean over all layers
-
-
 class PartialLoading:
     """Loads a part of the chunks of one request; of a batch all is loaded."""
 
@@ -104,18 +92,22 @@ class PartialLoading:
         self._readers: set[BlockReader] = set()
 
     @property
-    def report(self) -> LoadReport:
-        """What was loaded so far."""
+    def report(self) -> dict[str, float]:
+        """What was loaded so far.
+
+        Layers loaded in part; whole because their probe heads did not agree; and whole because something is chosen
+        there, or they cannot be loaded in part. Bytes of chunks in blocks, headers included, and all that they hold.
+        Share of the chunks' tokens that a layer did not see, the mean over all layers.
+        """
         layers = len(self._layers)
-        whole_layers = layers - self._partial_layers - self._fallback_layers if self._readers else 0
-        return LoadReport(
-            self._partial_layers,
-            self._fallback_layers,
-            whole_layers,
-            sum(reader.loaded_bytes for reader in self._readers),
-            sum(reader.block_bytes for reader in self._readers),
-            self._unseen / layers,
-        )
+        return {
+            "partial_layers": self._partial_layers,
+            "fallback_layers": self._fallback_layers,
+            "whole_layers": layers - self._partial_layers - self._fallback_layers if self._readers else 0,
+            "loaded_bytes": sum(reader.loaded_bytes for reader in self._readers),
+            "all_bytes": sum(reader.block_bytes for reader in self._readers),
+            "unseen_share": self._unseen / layers,
+        }
 
     def _probes(self, kv_heads: int) -> int:
         """How many heads of a layer are probed."""
