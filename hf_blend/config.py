@@ -185,14 +185,10 @@ def _ratio(name: str, value: Any) -> float:
     return float(value)
 
 
-def _sequence(name: str, value: Any) -> Sequence[Any]:
+def _integers(name: str, value: Any) -> tuple[int, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise ConfigError(f"{name} is {value!r}, but several numbers are expected. Give a tuple, even of one: (1,).")
-    return value
-
-
-def _integers(name: str, value: Any) -> tuple[int, ...]:
-    for item in _sequence(name, value):
+    for item in value:
         if isinstance(item, bool) or not isinstance(item, Integral) or item < 0:
             raise ConfigError(
                 f"{name} holds {item!r}, but whole numbers from 0 on are expected. Correct it: {value!r}."

@@ -83,7 +83,8 @@ class BlockedLayer:
         start = self._copied_tokens
         copy = self._copy
         if copy is None or self._copied != selection or start < selection.tail or copy[0].shape[2] < used:
-            copy = self._gathered(selection, used + ROOM_TOKENS)
+            keys = self._gathered(self._layer.keys, selection, used + ROOM_TOKENS)
+            copy = keys, self._gathered(self._layer.values, selection, used + ROOM_TOKENS)
             start = selection.tail
         # Append the tail's tokens
         copy[0][:, :, fixed + start - selection.tail : used] = self._layer.keys[:, :, start:total]
@@ -93,12 +94,8 @@ class BlockedLayer:
         self._copied_tokens = total
         return copy[0][:, :, :used], copy[1][:, :, :used]
 
-    def _gathered(self, selection: Selection, capacity: int) -> KV:
-        """Buffers that begin with the selected blocks."""
-        keys = self._buffer(self._layer.keys, selection, capacity)
-        return keys, self._buffer(self._layer.values, selection, capacity)
-
-    def _buffer(self, states: Tensor, selection: Selection, capacity: int) -> Tensor:
+    def _gathered(self, states: Tensor, selection: Selection, capacity: int) -> Tensor:
+        """A buffer that begins with the selected blocks of K or V."""
         batch, heads, tokens, width = states.shape
         buffer = states.new_empty((batch, heads, capacity, width))
         blocks = torch.tensor(selection.rows, dtype=torch.long, device=states.device)

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -100,15 +100,10 @@ class StackedLayers(Sequence[KV]):
     def __len__(self) -> int:
         return self.keys.shape[0]
 
-    @overload
-    def __getitem__(self, index: int) -> KV: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[KV]: ...
-    def __getitem__(self, index: int | slice) -> KV | Sequence[KV]:
-        """(K, V) of a layer, `[kv_heads, tokens, head_dim]` each, or of several."""
-        if isinstance(index, slice):
-            return StackedLayers(self.keys[index], self.values[index])
-        return self.keys[index], self.values[index]
+    def __getitem__(self, index: Any) -> Any:
+        """(K, V) of a layer, `[kv_heads, tokens, head_dim]` each."""
+        number = operator.index(index)  # no slices
+        return self.keys[number], self.values[number]
 
 
 @dataclass(frozen=True, eq=False)

@@ -162,15 +162,13 @@ def pack_entry(kind: str, about: Mapping[str, str], tensors: Iterable[tuple[str,
 class EntryFile:
     """An opened entry of a kind, whose header was checked; tensors are read and checked when they are asked for."""
 
-    def __init__(self, source: Source, kind: str | Sequence[str], most_bytes: int | None = None) -> None:
+    def __init__(self, source: Source, kind: str | Sequence[str]) -> None:
         raw, kinds = read_raw_header(source), (kind,) if isinstance(kind, str) else kind
         self.source, self.header = source, Header.decode(raw, _kind_of(raw, kinds))
         excess = source.stat.nbytes - len(raw) - self.header.nbytes
         if excess:
             reason = "truncated" if excess < 0 else "format"
             raise EntryFault(reason, f"{abs(excess)} bytes too {'few' if excess < 0 else 'many'}")
-        if most_bytes is not None and self.header.nbytes > most_bytes:
-            raise EntryFault("layout", f"its tensors take {self.header.nbytes} bytes, expected at most {most_bytes}")
         self.start = self.end = len(raw)
         self.plans: dict[str, tuple[TensorPlan, int]] = {}  # with the offset in the file
         for plan in self.header.tensors:

@@ -8,10 +8,11 @@ it is used. A layer that is damaged, missing or late does not end the request: a
 those that have not come, and equal those that were used already.
 """
 
+import operator
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
 from torch import Tensor
@@ -66,15 +67,9 @@ class StreamedLayers(LazyLayers):
     def __len__(self) -> int:
         return len(self._layers)
 
-    @overload
-    def __getitem__(self, index: int) -> KV: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[KV]: ...
-    def __getitem__(self, index: int | slice) -> KV | Sequence[KV]:
-        """Wait for a layer, or for several; raises the fault if one cannot be read."""
-        if isinstance(index, slice):
-            return [self[layer] for layer in range(*index.indices(len(self)))]
-        index = range(len(self))[index]
+    def __getitem__(self, index: Any) -> Any:
+        """Wait for a layer; raises the fault if it cannot be read."""
+        index = range(len(self))[operator.index(index)]
         self._wait(index)
         layer = self._layers[index]
         if layer is None:

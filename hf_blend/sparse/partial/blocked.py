@@ -165,13 +165,9 @@ class BlockReader(EntryReader):
 
     def tokens_of(self, blocks: Sequence[int]) -> Tensor:
         """The tokens of the chunk that some blocks hold, in the order in which `read_blocks` gives them."""
-        return self.order[self.positions_of(blocks)]
-
-    def positions_of(self, blocks: Sequence[int]) -> Tensor:
-        """Where the tokens of some blocks are in the order of the blocks."""
         starts = torch.tensor(blocks, dtype=torch.long) * self.block_tokens
         positions = (starts[:, None] + torch.arange(self.block_tokens)).view(-1)
-        return positions[positions < len(self.order)]  # the last block may be shorter
+        return self.order[positions[positions < len(self.order)]]  # the last block may be shorter
 
     def read_blocks(self, layer: int, which: int, heads: Sequence[int], blocks: Sequence[int]) -> Tensor:
         """Read some blocks, increasing, of some heads: `[heads, tokens of the blocks, width]`, keys as stored.

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layers of a chunk in blocks, which are read as far as they are needed."""
 
+import operator
 from collections.abc import Callable, Sequence
-from typing import overload
+from typing import Any
 
 from torch import Tensor
 
@@ -30,15 +31,9 @@ class PartialLayers(LazyLayers):
     def __len__(self) -> int:
         return len(self.reader.layer_table)
 
-    @overload
-    def __getitem__(self, index: int) -> KV: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[KV]: ...
-    def __getitem__(self, index: int | slice) -> KV | Sequence[KV]:
+    def __getitem__(self, index: Any) -> Any:
         """(K, V) of a layer, `[kv_heads, tokens, head_dim]` each."""
-        if isinstance(index, slice):
-            return [self[layer] for layer in range(*index.indices(len(self)))]
-        index = range(len(self))[index]
+        index = range(len(self))[operator.index(index)]
         if index not in self._whole:
             heads = range(self.reader.heads)
             blocks = range(self.reader.blocks)

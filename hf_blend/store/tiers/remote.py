@@ -12,7 +12,7 @@ from typing import TypeVar
 from . import base
 from .base import EntryFault, ObjectStat, Source, check_name
 
-__all__ = ["AWAY_S", "RefusedError", "RemoteTier"]
+__all__ = ["AWAY_S", "RemoteTier"]
 
 Answer = TypeVar("Answer")
 AWAY_S = 5.0  # after a call that failed on its way the server is not asked for so long
@@ -21,11 +21,8 @@ HEAD_BYTES = 256 << 10  # read with the first request
 _LIST_EVERY_S = 10.0  # at most, and at most a twentieth of the time
 
 
-class RefusedError(OSError):
-    """The server answered, and said no: only this call failed, and the way there is fine."""
-
-
-_ANSWERS = (FileNotFoundError, FileExistsError, IsADirectoryError, PermissionError, RefusedError)
+# The server answered, and said no: only this call failed, and the way there is fine
+_ANSWERS = (FileNotFoundError, FileExistsError, IsADirectoryError, PermissionError)
 _ANSWER_CODES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ELOOP, errno.ENOTDIR, errno.ENAMETOOLONG)
 
 
@@ -166,7 +163,7 @@ class RemoteTier(base.Tier):  # no plugin: that is what imports `Tier` itself
         except (EntryFault, *_ANSWERS):
             raise
         except NotImplementedError as error:
-            raise RefusedError(errno.ENOTSUP, f"the {self.name} tier cannot do this: {error}") from error
+            raise OSError(errno.ENOTSUP, f"the {self.name} tier cannot do this: {error}") from error
         except Exception as error:
             if not isinstance(error, OSError) or error.errno not in _ANSWER_CODES:
                 self._away_until_s = time.monotonic() + AWAY_S
