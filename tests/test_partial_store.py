@@ -226,7 +226,7 @@ def test_what_is_not_loaded_is_seen_by_no_step_and_may_be_away(model, tmp_path, 
     logits_of(model, store)
     found = {}
     away = {"kv_device_map": {0: "disk", 1: "cpu", 3: "disk"}, "offload_folder": str(tmp_path)}
-    for how in ("plain", "noise", "away"):
+    for how in ("plain", "noise", *(["away"] if sparse is None else [])):
         settings = away if how == "away" else {}
         first, cache = logits_of(model, store, **settings)
         hidden = [layer.visible is not None for layer in cache.layers]
@@ -248,5 +248,5 @@ def test_what_is_not_loaded_is_seen_by_no_step_and_may_be_away(model, tmp_path, 
                 steps.append(output.logits[0, -1])
         assert [layer.visible is not None for layer in cache.layers] == hidden
     expected = torch.stack(found["plain"])
-    for how in ("noise", "away"):
+    for how in found:
         torch.testing.assert_close(torch.stack(found[how]), expected, rtol=0, atol=5e-6)
