@@ -53,6 +53,7 @@ RULES = (
     "kv-deviation",
     "query-attention",
     "expected-error",
+    "stored-importance",
 )
 METHODS = (
     "none=0",
