@@ -23,7 +23,8 @@ class Columns:
 
     def __init__(self, like: Tensor, room_tokens: int = ROOM_TOKENS) -> None:
         """Begin empty, as `like`, `[batch, kv_heads, tokens, …]`, on all other axes; leave room when it grows."""
-        self.buffer, self._room_tokens = like.new_empty((*like.shape[:2], 0, *like.shape[3:])), room_tokens
+        self.buffer = like.new_empty((*like.shape[:2], 0, *like.shape[3:]))
+        self._room_tokens = room_tokens
 
     def write(self, start: int, states: Tensor) -> Tensor:
         """Write tokens from column `start` on; returns all columns up to the last written."""
@@ -102,7 +103,9 @@ class BlendLayer(BatchOfRequests, DynamicLayer):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Remember dtype and device; buffers are made when columns are opened, and no empty tensors before."""
-        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+        self.dtype = key_states.dtype
+        self.device = key_states.device
+        self.is_initialized = True
 
     def open(self, tokens: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Return columns for K and V of new tokens, `[batch, kv_heads, tokens, head_dim]`, which the caller writes.
@@ -112,7 +115,8 @@ class BlendLayer(BatchOfRequests, DynamicLayer):
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        start, end = self.length, self.length + tokens
+        start = self.length
+        end = start + tokens
         if self._buffers is None or self._buffers[0].shape[2] < end:
             self._move(key_states, value_states, self._capacity(end), slice(0, start))
         self._show(end)
@@ -126,21 +130,26 @@ class BlendLayer(BatchOfRequests, DynamicLayer):
         None where they differ, or are not empty.
         """
         layers = (self, *others)
-        is_alike = self.keeps_all and all(type(layer) is type(self) and layer._buffers is None for layer in layers)
-        if not is_alike:
+        if not self.keeps_all:
             return None
+        for layer in layers:
+            if type(layer) is not type(self) or layer._buffers is not None:
+                return None
+
+        # One tensor of K and one of V, of which each layer has a part
         capacity = self._capacity(tokens)
-        forms = ((len(layers), *states.shape[:2], capacity, states.shape[3]) for states in (key_states, value_states))
-        keys, values = (key_states.new_empty(form) for form in forms)
-        opened = keys[..., :tokens, :], values[..., :tokens, :]
+        keys = key_states.new_empty((len(layers), *key_states.shape[:2], capacity, key_states.shape[3]))
+        values = value_states.new_empty((len(layers), *value_states.shape[:2], capacity, value_states.shape[3]))
         for number, layer in enumerate(layers):
             layer.lazy_initialization(key_states, value_states)
             buffers = keys[number], values[number]
             if not torch.is_grad_enabled():
                 buffers = buffers[0].data, buffers[1].data  # no views, to which a later mode could not write
             layer._buffers = buffers
-            layer.length, layer.keys, layer.values = tokens, opened[0][number], opened[1][number]
-        return opened
+            layer.length = tokens
+            layer.keys = keys[number, :, :, :tokens]
+            layer.values = values[number, :, :, :tokens]
+        return keys[..., :tokens, :], values[..., :tokens, :]
 
     def settle(self) -> None:
         """The attention over the opened columns is done: forget what no later token can see."""
@@ -246,15 +255,16 @@ class BlendLayer(BatchOfRequests, DynamicLayer):
     def reset(self) -> None:
         """Forget everything."""
         self.keys = self.values = self._buffers = self.visible = None
-        self.length, self.unchanged_tokens, self.is_initialized = 0, 0, False
+        self.length = 0
+        self.unchanged_tokens = 0
+        self.is_initialized = False
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> None:
         if self._buffers is not None:
-            self._replace([change(buffer) for buffer in self._buffers])
-
-    def _replace(self, buffers: list[Tensor]) -> None:
-        self._buffers, self.unchanged_tokens = (buffers[0], buffers[1]), 0
-        self._show(self.length)
+            keys, values = self._buffers
+            self._buffers = change(keys), change(values)
+            self.unchanged_tokens = 0
+            self._show(self.length)
 
     def _show(self, length: int) -> None:
         self.length = length
@@ -309,14 +319,18 @@ class BlendSlidingLayer(BlendLayer):
         """See `BlendLayer.open`; the first column shown is the first that the first new token may attend to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        stored, visible = self._end - self._start, min(self._end - self._start, self.sliding_window - 1)
+        stored = self._end - self._start
+        visible = min(stored, self.sliding_window - 1)  # of the tokens before, to the first new one
         kept = stored if self.record_past else visible
         if self._buffers is None or self._buffers[0].shape[2] < self._end + tokens:
             self._move(key_states, value_states, kept + max(tokens, self._room), slice(self._end - kept, self._end))
             self._end = kept
-        self._start, self._end, self.length = self._end - kept, self._end + tokens, self.length + tokens
-        self.keys, self.values = self._columns(slice(self._end - tokens - visible, self._end))
-        return self._columns(slice(self._end - tokens, self._end))
+        first_new = self._end
+        self._start = first_new - kept
+        self._end = first_new + tokens
+        self.length += tokens
+        self.keys, self.values = self._columns(slice(first_new - visible, self._end))
+        return self._columns(slice(first_new, self._end))
 
     def settle(self) -> None:
         """Keep one window, unless the past is recorded; a buffer that a whole prompt needed is given back."""
@@ -365,7 +379,8 @@ class BlendSlidingLayer(BlendLayer):
     def reset(self) -> None:
         """Forget everything."""
         super().reset()
-        self._start, self._end, self.record_past = 0, 0, False
+        self._start = self._end = 0
+        self.record_past = False
 
     def _roll(self) -> None:
         """Keep the last window only."""
@@ -375,7 +390,8 @@ class BlendSlidingLayer(BlendLayer):
         self._start = self._end - kept
         if self._buffers[0].shape[2] > self.sliding_window - 1 + self._room:
             self._move(*self._buffers, kept, slice(self._start, self._end))
-            self._start, self._end = 0, kept
+            self._start = 0
+            self._end = kept
         self._show(self.length)
 
     def _show(self, length: int) -> None:
