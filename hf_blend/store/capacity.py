@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Iterator
 
-from .index import logged_bytes
 from .memory import StoreStats
 from .tiers.base import ObjectStat, Tier
 from .tiers.disk import DiskTier
@@ -25,9 +24,8 @@ class Capacity:
     """The cap of one tier, all namespaces together. Threads may share it.
 
     The tier is counted when the first object is put, and again every few seconds while objects are put, so several
-    processes together may pass the cap by what they put in between. On disk the sum of what the logs know of, which is
-    cheap and never too low, is taken for the count as long as it stays below the cap. Without a cap any number of
-    bytes may be there; on disk it is then what the tier holds at first and half of what is free.
+    processes together may pass the cap by what they put in between. Without a cap any number of bytes may be there; on
+    disk it is then what the tier holds at first and half of what is free.
     """
 
     def __init__(self, tier: Tier, stats: StoreStats, cap_bytes: int | None) -> None:
@@ -114,11 +112,7 @@ class Capacity:
         if not exactly and (began_s < self._count_again_s or not self.is_bounded):
             return
         with self._lock:
-            estimate = None if exactly or self._root is None else logged_bytes(self._root / "index")
-            if estimate is None or (self._cap_bytes is not None and estimate > self._cap_bytes):
-                self._list()
-            else:
-                self._nbytes = estimate
+            self._list()
             if self._cap_bytes is None and self._root is not None:
                 self._cap_bytes = self._nbytes + shutil.disk_usage(self._root).free // 2
             now_s = time.monotonic()

@@ -168,17 +168,6 @@ class Listed(NamedTuple):
     created: float
 
 
-def logged_bytes(folder: Path) -> int:
-    """Sum the sizes of all entries that the logs in a folder know of, with those that are gone."""
-    total = 0
-    for path in folder.glob("*.rows"):
-        with contextlib.suppress(OSError, EntryFault):
-            raw = _content(path, 0, _MOST)
-            rows = np.frombuffer(raw, _ROW, len(raw) // _ROW.itemsize)
-            total += int(rows["nbytes"][rows["nbytes"] < _MOST].sum())
-    return total
-
-
 class ChunkIndex:
     """The chunks of one namespace. Threads may share it; what cannot be read or written now raises OSError.
 
