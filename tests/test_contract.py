@@ -275,3 +275,29 @@ def test_shallow_copy_and_pickle_are_refused_with_what_to_do(shared_model, fille
     with pytest.raises(ConfigError, match=r"BlendCache\(model, ChunkStore.open\(path\)\).*cache.save\(path\)"):
         pickle.dumps(cache)
     assert copy.deepcopy(cache).get_seq_length() == cache.get_seq_length()
+
+
+@torch.no_grad()
+def test_each_way_to_reuse_nothing_has_its_reason(pieces):
+    model = model_of("llama")
+    request = pieces()
+    ids = torch.tensor([[*request["prefix"], *sum(request["chunks"], []), *request["question"]]])
+    filled, other = memory(), memory()
+    filled.add(model, None, request["chunks"])
+    other.add(model, None, [[*range(50, 90)]])
+    ways = [
+        (memory(), ids, {}, "the store is empty"),
+        (other, ids, {}, "none of them is in the prompt"),
+        (filled, ids[:, :1], {}, "the prompt is one token"),
+        (filled, ids, {"logits_to_keep": 0}, "logits of every token"),
+        (filled, ids, {"logits_to_keep": torch.tensor([3])}, "some by their places"),
+        (filled, ids, {"output_attentions": True}, "outputs of every token"),
+        (filled, ids, {"cu_seq_lens_q": torch.tensor([0, 5])}, "cu_seq_lens_q came with the prompt"),
+        (filled, ids, {"position_ids": 2 * torch.arange(ids.shape[1])[None]}, "do not count up by 1"),
+    ]
+    for store, prompt_ids, given, words in ways:
+        cache = BlendCache(model, store)
+        model(prompt_ids, past_key_values=cache, **{"logits_to_keep": 1, **given})
+        assert words in cache.report.fallback_reason, given
+        assert cache.report.reusable_tokens + cache.report.exact_tokens == 0
+        assert cache.report.prompt_tokens == prompt_ids.shape[1]

@@ -25,7 +25,9 @@ from ..prefill.blend import Prefill
 from ..prefill.plan import Plan, Planner
 from ..prefill.realign import Realigner
 from ..prefill.report import (
+    EMPTY,
     NOTHING_REUSED,
+    ONE_TOKEN,
     OTHER_IDS,
     UNEVEN,
     BlendReport,
@@ -218,7 +220,9 @@ class CacheForwards:
         if is_reported:
             state.report.fallback_reason = reason
             warn_once(NOTHING_REUSED + reason)
-        if is_reported or pending.is_begun:
+        elif not request.past:
+            state.report = BlendReport(state.config.recompute_ratio, fallback_reason=ONE_TOKEN)
+        if is_reported or pending.is_begun or not request.past:
             state.report.prompt_tokens += request.real_tokens()
         state.pending = pending.behind(request)
 
@@ -368,5 +372,5 @@ def _report_mismatches(
     report.fallback_reason = (
         UNEVEN if plan.uneven_chunks else why_nothing_found(state.store, fingerprint, prefix_ids, tokenizer)
     )
-    if report.fallback_reason:
+    if report.fallback_reason != EMPTY:  # as every store is at first
         warn_once(NOTHING_REUSED + report.fallback_reason)

@@ -63,6 +63,7 @@ def load_cache(empty: Any, cache: BlendState, path: str | Path) -> None:
             return
         # A forward of one token shows which tensors each layer has, of which shapes and dtypes.
         one_token = state["ids"][:1] if len(state["ids"]) else torch.zeros(1, dtype=torch.long)
+        report = cache.report
         with torch.no_grad():
             inputs = {"input_ids": one_token[None].to(input_device(cache.model)), "use_cache": True}
             cache.model(**inputs, **cache_argument(cache.model, empty))
@@ -73,6 +74,7 @@ def load_cache(empty: Any, cache: BlendState, path: str | Path) -> None:
         ids = state["ids"][None]
         cache.tokens = CachedTokens.of(ids, tokens)
         cache.author = author
+        cache.report = report
         if exact < tokens:
             cache.mark_inexact(exact)
 

@@ -245,11 +245,15 @@ def warn_once(notice: str) -> None:
     logging.getLogger(__name__).warning("%s", notice)
 
 
+EMPTY = "the store is empty. Add the documents, or name them when the prompt is built."
+ONE_TOKEN = "the prompt is one token, which is always computed."
+
+
 def why_nothing_found(store: ChunkStore, fingerprint: str, chunk_prefix_ids: Sequence[int], tokenizer: str) -> str:
     """Why nothing of a prompt is in a store."""
     here, everywhere = store.known(fingerprint)
     if not everywhere:
-        return ""
+        return EMPTY
     if not here:
         return (
             f"the store holds {everywhere} chunks, but none of this model: weights, adapter or code are others. Add "
