@@ -337,46 +337,24 @@ def _healing(document: dict[str, Any]) -> list[str]:
 
 
 def _edits(document: dict[str, Any]) -> list[str]:
-    """What is left of the error of moving alone, and how much sooner the first token is, by edit."""
-    by_edit: dict[tuple[str, str], dict[str, Row]] = {}
-    for row in document["rows"]:
-        by_edit.setdefault((row["model"], row["edit"]), {})[row["way"]] = row
-    names = {
-        "thought": "a thought stripped",
-        "message": "a message dropped",
-        "output": "a tool's output cut",
-        "date": "another date in the system prompt",
-        "answer": "an answer edited",
-        "secret": "a code word dropped",
-    }
-    lines = _head(
-        "model, conversations | edit",
-        ("moved, nats", "5 % blended", "15 % blended", "half healed", "speed at 5, 15 %", "the code word is said"),
-    )
-    for (model, edit), ways in by_edit.items():
-        moved = ways["moved"]
-        left = [_of_moved(ways[way]) for way in ("blended .05", "blended .15", "healed .5")]
-        speeds = " and ".join(f"{ways[way]['speed']:.1f} x" for way in ("blended .05", "blended .15"))
-        said = ""
-        if edit == "secret":
-            said = ", ".join(
-                f"{ways[way]['says']} {name}"
-                for way, name in (
-                    ("compute", "computed"),
-                    ("moved", "moved"),
-                    ("blended .15", "15 %"),
-                    ("not dropped", "if not dropped"),
-                )
-            )
-        nats = f"{moved['kl']:.4f} ({moved['kl_median']:.4f})"
-        lines.append(f"| {model}, {moved['n']} | {names[edit]} | {nats} | {' | '.join(left)} | {speeds} | {said} |")
-    return lines
-
-
-def _of_moved(row: Row) -> str:
-    """A share of the error of moving alone with its interval."""
-    share, low, high = row["of_moved"]
-    return f"{share:.2f} [{low:.2f}, {high:.2f}]"
+    """The error of moving alone by edit, what of it is left, and how much sooner the first token is."""
+    edits = list(dict.fromkeys(row["edit"] for row in document["rows"]))
+    lines = _head("model", ("", *edits))
+    said = []
+    for model in dict.fromkeys(row["model"] for row in document["rows"]):
+        rows = {(row["edit"], row["way"]): row for row in document["rows"] if row["model"] == model}
+        moved = [f"{rows[edit, 'moved']['kl']:.4f}" for edit in edits]
+        lines.append(f"|{model}, {rows[edits[0], 'moved']['n']}|moved|{'|'.join(moved)}|")
+        few, more = (
+            [rows[edit, way]["of_moved"] + [rows[edit, way]["speed"]] for edit in edits]
+            for way in ("blended .05", "blended .15")
+        )
+        lines.append("||5 %|" + "|".join(f"{share:.2f}, {speed:.1f}x" for share, _, _, speed in few) + "|")
+        cells = [f"{share:.2f} [{low:.2f}, {high:.2f}], {speed:.1f}x" for share, low, high, speed in more]
+        lines.append(f"||15 %|{'|'.join(cells)}|")
+        counts = [f"{rows['secret', way]['says']} {way}" for way in ("moved", "blended .15", "not dropped")]
+        said.append(f"{model} {', '.join(counts)}")
+    return [*lines, "", f"How often a code word was said: {'; '.join(said)}."]
 
 
 TABLES = {
