@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A bench times the model that is named, and counts what a prefill asks of the host: a GPU waits for every launch."""
 
-import json
 import re
 
 import pytest
@@ -12,7 +11,6 @@ from benches.overhead import OverheadPlan, measure_overhead
 from hf_blend.errors import ConfigError
 from hf_blend.evaluation.bench import shapes
 from hf_blend.evaluation.bench.shapes import timed_model
-from tests.asking import jsonl
 from tests.conftest import slow_but
 
 SMALL = "--chunks 2 --chunk-tokens 24 --question-tokens 4 --ratio 0.2 --rounds 1"
@@ -23,23 +21,6 @@ def test_bench_times_model_that_is_named(model_folder, run, monkeypatch):
     code, out, err = run("bench", "ttft", "--model", model_folder, *SMALL.split(), "--json")
     assert code == 0, err
     assert {*re.findall(r'"shape": "(.*)"', out)} == {f"model:{model_folder}"}
-
-
-def test_real_prompts_are_timed_one_by_one(tmp_path, model_folder, run):
-    rows = [{"chunks": ["The mill is old.", f"Ann owns it {n}."], "question": "Who?"} for n in range(3)]
-    path = jsonl(tmp_path / "rows.jsonl", *rows)
-    words = ("--model", model_folder, "--data", path, "--limit", 2, "--ratio", 0.5, "--rounds", 2)
-    code, out, err = run("bench", "ttft", *words, "--json")
-    found = json.loads(out)
-    assert code == 0
-    assert found["prompts"] == 2
-    assert err.count("prompt 2 of 2") == 6
-    letters = len("The mill is old.\n\nAnn owns it 0.\n\nWho?")  # bytes; no BOS before a text
-    assert found["rows"][0]["ratio"] == 0.5
-    assert found["rows"][0]["prompt_tokens"] == letters
-    code, _, err = run("bench", "ttft", "--shape", "tiny", "--data", path)
-    assert code == 2
-    assert "'tiny' is a shape, which has no tokenizer. Name a model with --model" in err
 
 
 def test_name_says_whether_it_is_shape_and_dtype_is_known(model_folder):
