@@ -590,3 +590,18 @@ def test_each_call_is_that_of_stock_or_refused_by_name(name, option):
             assert bool(said) == (words is not None), (turn, said)
             assert words is None or re.search(words, said), turn
             assert loop.call("nothing", 1) == ""
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_checkpointed_gradients_are_refused_by_every_cache(name):
+    kind = KINDS[name]
+    cache = kind.make()
+    kind.model.gradient_checkpointing_enable()
+    kind.model.train()
+    try:
+        with kind.entered(cache), pytest.raises(HfBlendError, match="checkpoint their gradients"):
+            kind.model(torch.tensor([[1, 5, 6, 7]]), past_key_values=cache)
+    finally:
+        kind.model.eval()
+        kind.model.gradient_checkpointing_disable()
+    assert cache.get_seq_length() == 0
