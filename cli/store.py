@@ -140,8 +140,10 @@ def _first_words(opened: "ChunkStore", entries: "Sequence[EntryInfo]", model: st
     from hf_blend.evaluation.bundled import open_model
     from hf_blend.prompt.tokenizer import tokenizer_digest
 
+    if not entries:
+        return {}
     try:
-        tokenizer = open_model(model).tokenizer if entries else None
+        tokenizer = open_model(model).tokenizer
     except HfBlendError as error:
         say(f"First words are left out: {error}")
         return {}

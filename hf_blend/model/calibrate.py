@@ -286,13 +286,13 @@ def ensure_trusted(
     """
     with PROBING:
         subject = CheckedModel(model, make_cache)
-        is_new = folder is not None and not is_extended(model) and verdict_of(subject, BLEND) is None
-        if is_new and read_facts(model, folder):
+        is_new = not is_extended(model) and verdict_of(subject, BLEND) is None
+        if is_new and folder is not None and read_facts(model, folder):
             set_passed(subject, BLEND)
             is_new = False
         styles = rotary_styles(model)
         ensure_passed(subject, BLEND, allow_unverified)
-        if is_new and verdict_of(subject, BLEND) == PASSED:
+        if is_new and folder is not None and verdict_of(subject, BLEND) == PASSED:
             cached_prefix(model)  # the first chunk that is computed asks for it
             quantisation_noise(model)
             write_facts(model, folder)
