@@ -17,10 +17,9 @@ from hf_blend import BlendCache, ChunkStore, self_extend, sparse_decoding
 from hf_blend.errors import UnsupportedModelError
 from hf_blend.model import attention
 from hf_blend.model.anatomy import LayerInfo, decoder_layers
-from tests.asking import memory, prefill, prepared
+from tests.asking import GREEDY, generated, memory, prefill, prepared
 from tests.conftest import shared_zoo_model, skip_in_the_oldest, slow_but
 
-GREEDY = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 SPARSE = {"share": 0.4, "block_tokens": 8, "min_tokens": 1}
 PARTIAL = {"share": 0.4, "block_tokens": 8, "alpha": 100.0}
 EXTEND = {"trained_tokens": 16, "window_tokens": 8, "group_tokens": 4}
@@ -49,7 +48,7 @@ def blended(model, pieces, store=None, sparse=False, **settings):
     cache = BlendCache(model, store or memory(), recompute_ratio=0.3, **settings)
     with sparse_decoding(model, cache, **SPARSE) if sparse else nullcontext():
         inputs = cache.inputs(None, **pieces)
-        return model.generate(**inputs, past_key_values=cache, **GREEDY), cache
+        return generated(model, inputs, cache), cache
 
 
 def in_part(model, pieces):

@@ -3,27 +3,31 @@
 """Every option of `generate` × every cache × the turns of a conversation: each cell is stock's, or refused by name.
 
 The oracle is stock transformers with a `DynamicCache` that holds the same tokens. Compared is all that comes back:
-ids, logits, scores, hidden states, attentions. `REFUSED` says what is refused, by which words; a cell in no line of it
-is equal. What stock refuses by a ValueError is refused by a ValueError. Behind the turns a greedy one shows that
-nothing is left over.
+ids, logits, scores, hidden states, attentions. `generate_options.json` says what is refused, by which words; a cell in
+no line of it is equal. What stock refuses by a ValueError is refused by a ValueError. Behind the turns a greedy one
+shows that nothing is left over.
 """
 
 import copy
 import inspect
+import json
 import re
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache as remembered
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_iter
 from transformers import CompileConfig, DynamicCache, GenerationConfig, GenerationMixin, LogitsProcessor
 from transformers.generation import StoppingCriteria
 
 from hf_blend import BlendCache, ChunkStore, SequenceCache, ShiftCache, self_extend, sparse_decoding
 from hf_blend.errors import HfBlendError
+from tests.asking import apart, batched
 from tests.chat_templates import small_tokenizer
 from tests.conftest import random_ids, shared_zoo_model
 
@@ -62,7 +66,9 @@ class Kind:
 
     @property
     def model(self):
-        fields = {**self.fields, **({"layer_types": [*self.layer_types]} if self.layer_types else {})}
+        fields = {**self.fields}
+        if self.layer_types:
+            fields["layer_types"] = [*self.layer_types]
         return shared_zoo_model(self.model_type, self.attention, num_hidden_layers=2, **fields)
 
     def make(self):
@@ -121,7 +127,7 @@ class Streamer(list):
     """Notes what it is given."""
 
     def put(self, value):
-        self.append(value.flatten().tolist())
+        self.append(value)
 
     def end(self):
         pass
@@ -142,21 +148,30 @@ def embeddings(model, given):
 
 
 def negative(model, given):
-    ids = torch.tensor([[0, 5, 6, 7]]).repeat(len(given["input_ids"]), 1)
+    rows = len(given["input_ids"])
+    ids = torch.tensor([[0, 5, 6, 7]] * rows)
     return {"guidance_scale": 1.5, "negative_prompt_ids": ids, "negative_prompt_attention_mask": ids.clamp_max(1)}
 
 
 def masked(columns):
     def change(model, given):
         mask = given["attention_mask"]
-        longer = torch.cat([mask, mask.new_ones(len(mask), max(columns, 0))], 1)
-        return {"attention_mask": longer[:, : mask.shape[1] + columns]}
+        changed = mask[:, :columns]
+        if columns > 0:
+            more = mask.new_ones(len(mask), columns)
+            changed = torch.cat([mask, more], 1)
+        return {"attention_mask": changed}
 
     return change
 
 
 def positioned(by):
-    return lambda model, given: {"position_ids": (given["attention_mask"].cumsum(-1) - 1).clamp_min(0) + by}
+    return lambda model, given: {"position_ids": positions_of(given["attention_mask"]) + by}
+
+
+def positions_of(mask):
+    before = mask.cumsum(-1) - 1
+    return before.clamp_min(0)
 
 
 def allowed(batch, ids):
@@ -164,102 +179,31 @@ def allowed(batch, ids):
 
 
 SAMPLED = {"do_sample": True, "temperature": 1.3}
-OPTIONS = {
-    "greedy": {},
-    "use_cache": {"use_cache": False},
+TABLE = json.loads(Path(__file__).with_name("generate_options.json").read_text("utf-8"))
+OF_STOCK = TABLE["refused by stock"]  # with any cache
+ELSEWHERE = TABLE["elsewhere"]  # what is in no line, and why
+OPTIONS = TABLE["equal"] | {
     "use_cache of a config": without_cache,
-    "prompt lookup": {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 2},
     "assistant": assistant(num_assistant_tokens=2, num_assistant_tokens_schedule="constant"),
     "assistant that samples": assistant(assistant_confidence_threshold=0.1, assistant_ensemble_weight=0.5, **SAMPLED),
-    "early exit": {"assistant_early_exit": 1},
-    "beams": {"num_beams": 3, "early_stopping": True, "length_penalty": 1.2},
-    "beams returned": {"num_beams": 2, "num_return_sequences": 2},
-    "beams that sample": {"num_beams": 2, **SAMPLED},
-    "samples": {"num_return_sequences": 2, **SAMPLED},
-    "sampling": {
-        "top_k": 30, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.9, "epsilon_cutoff": 3e-4, "eta_cutoff": 3e-4,
-        **SAMPLED,
-    },
-    "sampling by entropy": {"top_h": 0.5, **SAMPLED},
-    "one token": {"max_new_tokens": 1},
     "longest": {"max_new_tokens": None, "max_length": 300, "stopping_criteria": [Every()]},
-    "least": {"min_length": 90, "min_new_tokens": 2, "max_time": 100.0, "eos_token_id": 5},
     "ends": {"eos_token_id": [*range(3, 60)], "bos_token_id": 1},
     "stop_strings": lambda *_: {"stop_strings": ["a", "b"], "tokenizer": small_tokenizer("bytes")},
     "streamer": lambda *_: {"streamer": Streamer()},
     "processors": {"logits_processor": [Louder()], "prefix_allowed_tokens_fn": allowed},
-    "penalties": {
-        "repetition_penalty": 1.3, "encoder_repetition_penalty": 1.1, "no_repeat_ngram_size": 2,
-        "bad_words_ids": [[5, 6]],
-        "renormalize_logits": True, "forced_bos_token_id": 5, "forced_eos_token_id": 6, "remove_invalid_values": True,
-        "exponential_decay_length_penalty": (1, 1.1), "suppress_tokens": [8], "begin_suppress_tokens": [9],
-        "sequence_bias": {(10,): 2.0}, "eos_token_id": 2,
-    },
-    "watermark": {"watermarking_config": {"bias": 2.0, "greenlist_ratio": 0.4}},
-    "outputs": {"output_attentions": True, "output_hidden_states": True, "output_scores": True},
-    "ids alone": {"return_dict_in_generate": False, "output_logits": False},
-    "for other caches": {"cache_config": {}, "max_cache_len": 300},
     "compiled": {"disable_compile": True, "compile_config": CompileConfig()},
-    "prefill_chunk_size": {"prefill_chunk_size": 20},
-    "guidance": {"guidance_scale": 1.5},
     "guidance against": negative,
     "custom_generate": lambda model, given: {"custom_generate": type(model)._sample},
     "inputs_embeds": lambda model, given: {**embeddings(model, given), "input_ids": None},
     "ids beside inputs_embeds": embeddings,
     "longer mask": masked(4),
     "shorter mask": masked(-3),
-    "no mask": {"attention_mask": None},
     "position_ids": positioned(0),
     "other position_ids": positioned(3),
-    "logits_to_keep": {"logits_to_keep": 3},
     "packed": {"cu_seq_lens_q": torch.tensor([0, 5])},
-}  # fmt: skip
-OF_STOCK = {  # what stock refuses with any cache
-    "no new token": {"max_new_tokens": 0},
-    "cache_implementation": {"cache_implementation": "dynamic"},
-    "static": {"cache_implementation": "static"},
-    "dola": {"dola_layers": "low"},
-    "contrastive": {"penalty_alpha": 0.6, "top_k": 4},
-    "groups": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
-    "words": {"force_words_ids": [[5]], "num_beams": 2},
-    "constraints": {"constraints": [], "force_words_ids": [[5]], "num_beams": 2},
-    "low_memory": {"low_memory": True, "num_beams": 2},
-    "use_mtp": {"use_mtp": True},
-    "synced_gpus": {"synced_gpus": True},
-    "unknown": {"no_such_argument": 1},
 }
-ELSEWHERE = {  # what is in no line above
-    "inputs": "the positional name of input_ids",
-    "generation_config": "the line use_cache of a config",
-    "kwargs": "the lines themselves", "self": "the model",
-    "assistant_lookbehind": "of assistants with another tokenizer", "target_lookbehind": "likewise",
-    "is_assistant": "what transformers sets for an assistant",
-    "speculation_type": "of models with layers for it",
-    "continuous_batching_config": "of generate_batch, which takes no cache",
-    "decoder_start_token_id": "of encoder-decoders", "encoder_no_repeat_ngram_size": "likewise",
-    "token_healing": "changes the prompt and not its mask: stock fails as well",
-    "pad_token_id": "in every line", "transformers_version": "no option", "_from_model_config": "no option",
-}  # fmt: skip
-
-
-ANY, ROWS = ".*", "three rows|other order"
-ALONE, STORED = "SequenceCache.*|ShiftCache", "(?!SequenceCache|ShiftCache).*"
-ASSISTED = "prompt lookup|assistant.*|early exit"
-REFUSED = [  # caches, options, turns, and the words of the refusal; the first line counts
-    (ANY, "use_cache.*", ANY, "use_cache is False"),
-    (ANY, "shorter mask", ANY, "position_ids has the shape"),
-    ("BlendCache in self_extend", "(?!outputs|.*inputs_embeds|packed).*", ANY, "is inside self_extend"),
-    (ALONE, "beams.*|samples", ANY, "expects one, without padding"),
-    (ALONE, "packed", ANY, "text alone is expected"),
-    (ALONE, "other position_ids|longer mask", ANY, "Leave position_ids out"),
-    (ALONE, ".*inputs_embeds", "continued|cut", "tokens of a prompt came behind"),
-    ("windows", ANY, "cut", r"crop\(-6\) was asked"),
-    ("convolution", f"(?!{ASSISTED}).*", "cut", r"crop\(-6\) was asked"),
-    ("linear attention", f"(?!{ASSISTED}|packed).*", "cut", r"crop\(-6\) was asked"),
-    ("windows", ASSISTED, "continued", "passes all of them again"),
-    ("(?!windows|linear attention).*", ASSISTED, "continued|cut|edited", "passes all of them again"),
-    (STORED, "longer mask", ROWS, "attention_mask has the shape"),
-]
+ALL = OPTIONS | OF_STOCK
+REFUSED = TABLE["refused: caches, options, turns, and the words of the refusal; the first line counts"]
 SKIPPED = {("convolution", "early exit"): "stock fails, and leaves the model's config with a layer less"}
 ENDED = {"inputs_embeds", "ids beside inputs_embeds"}  # nobody knows the ids that a sequence holds: no oracle
 
@@ -292,40 +236,42 @@ TURNS = {
 def prompted(cache, ids, number):
     """The inputs of a turn, by the cache itself."""
     question = random_ids(9, number)
+    document = random_ids(70, 1)
     if isinstance(cache, SequenceCache):
         if cache:
             return dict(cache.inputs(question))
-        first = torch.tensor([[1, 4, 5, *random_ids(70, 1), *question]])
+        first = torch.tensor([[1, 4, 5, *document, *question]])
         return {"input_ids": first, "attention_mask": torch.ones_like(first)}
     if ids is None:
-        return dict(cache.inputs(None, prefix=[1, 4, 5], chunks=[random_ids(70, 1)], question=question))
+        return dict(cache.inputs(None, prefix=[1, 4, 5], chunks=[document], question=question))
     chunks = [random_ids(12, 50 + number)]
-    rows = ids.tolist()
-    if len(rows) == 1:
-        return dict(cache.inputs(None, prefix=rows[0], chunks=chunks, question=question))
-    questions = [question[: 9 - row % 3] for row in range(len(rows))]
-    return dict(cache.inputs(None, prefix=rows, chunks=[chunks] * len(rows), question=questions))
+    requests = []
+    for row, prefix in enumerate(ids.tolist()):
+        requests.append({"prefix": prefix, "chunks": chunks, "question": question[: 9 - row % 3]})
+    return dict(cache.inputs(None, **batched(*requests)))
 
 
 def asked(model, given, option, cache):
     """What `generate` gives, as tensors by name."""
     more = option(model, given) if callable(option) else option
-    more = {**PLAIN, **given, **more}
-    more = {name: value for name, value in more.items() if value is not None or name == "eos_token_id"}
+    ways = {}
+    for name, value in {**PLAIN, **given, **more}.items():
+        if value is not None or name == "eos_token_id":
+            ways[name] = value
     torch.manual_seed(5)
-    output = model.generate(**more, past_key_values=cache)
+    output = model.generate(**ways, past_key_values=cache)
     if isinstance(output, torch.Tensor):
         output = {"sequences": output}
-    found = {name: [*flat(value)] for name, value in output.items() if name != "past_key_values"}
-    found["stream"] = [torch.tensor(ids) for ids in more.get("streamer", ())]
+    found = {}
+    for name, value in output.items():
+        if name != "past_key_values":
+            found[name] = tensors_of(value)
+    found["stream"] = ways.get("streamer", [])
     return found
 
 
-def flat(value):
-    if isinstance(value, torch.Tensor):
-        yield value
-    for one in value if isinstance(value, tuple) else ():
-        yield from flat(one)
+def tensors_of(value):
+    return [one for one in tree_iter(value) if isinstance(one, torch.Tensor)]
 
 
 @torch.no_grad()
@@ -336,8 +282,8 @@ def stock(kind, given, held, option):
         cache = DynamicCache(config=model.config)
         if held:
             mask = given["attention_mask"][:, :held]
-            positions = (mask.cumsum(-1) - 1).clamp_min(0)
-            model(given["input_ids"][:, :held], attention_mask=mask, position_ids=positions, past_key_values=cache)
+            beginning = {"input_ids": given["input_ids"][:, :held], "attention_mask": mask}
+            model(**beginning, position_ids=positions_of(mask), past_key_values=cache)
         try:
             return asked(model, given, option, cache)
         except (ValueError, NotImplementedError) as error:
@@ -349,9 +295,9 @@ ANSWERS = {}
 
 def expected(name, kind, given, held, option):
     """`stock`, once for all caches over one model."""
-    ids = given["input_ids"]
-    asked_ids = ids.shape, *ids.flatten().tolist(), *given["attention_mask"].flatten().tolist()
-    key = (kind.model_type, kind.attention, kind.around is extended, name, held, asked_ids)
+    ids = given["input_ids"].tolist()
+    mask = given["attention_mask"].tolist()
+    key = repr((kind.model_type, kind.attention, kind.around is extended, name, held, ids, mask))
     if key not in ANSWERS:
         ANSWERS[key] = stock(kind, given, held, option)
     return ANSWERS[key]
@@ -360,23 +306,25 @@ def expected(name, kind, given, held, option):
 def check_equal(got, expected, is_noisy):
     """All is the same; over K and V in few bits the first logits are near."""
     if is_noisy:
-        first = expected.get("logits", [torch.zeros(0)])[0]
-        difference = (got.get("logits", [first])[0] - first).abs()
-        assert not first.numel() or difference.max() <= NOISE * first.abs().max()
+        if "logits" in expected:
+            first = expected["logits"][0]
+            assert apart(got["logits"][0], first) <= NOISE * first.abs().max()
         return
     assert got.keys() == expected.keys()
     for name, tensors in expected.items():
-        assert len(got[name]) == len(tensors), name
         for one, other in zip(got[name], tensors, strict=True):
-            size = max(1.0, float(other[other.isfinite()].abs().max())) if other.is_floating_point() else 0
-            torch.testing.assert_close(one, other, rtol=0, atol=TOLERANCE * size)
+            allowed = 0.0
+            if other.is_floating_point():
+                finite = other[other.isfinite()]
+                allowed = TOLERANCE * max(1.0, float(finite.abs().max()))
+            torch.testing.assert_close(one, other, rtol=0, atol=allowed)
 
 
 def refusal(name, option, turn, refused=REFUSED):
     """By which words a cell is refused; None: it is not."""
     cell = name, option, turn
     for *patterns, words in refused:
-        if all(re.fullmatch(pattern, part) for pattern, part in zip(patterns, cell, strict=True)):
+        if all(map(re.fullmatch, patterns, cell)):
             return words
     return None
 
@@ -393,7 +341,7 @@ class Conversation:
 
     def ask(self, turn, option):
         """Take a turn, which is as stock's; or give the words by which it is refused."""
-        values = {**OPTIONS, **OF_STOCK}[option]
+        values = ALL[option]
         self.count += 1
         try:
             if self.ids is not None:
@@ -454,8 +402,8 @@ def test_each_option_of_generate_is_in_table():
     model = KINDS["BlendCache"].model
     given = {"input_ids": torch.zeros(1, 1, dtype=torch.int64), "attention_mask": torch.ones(1, 1)}
     named = {*ELSEWHERE, *PLAIN}
-    for option in (*OPTIONS.values(), *OF_STOCK.values()):
-        named |= {*(option(model, given) if callable(option) else option)}
+    for option in ALL.values():
+        named.update(option(model, given) if callable(option) else option)
     assert not known - named, "write a line for it"
     assert not {*ELSEWHERE} - known, "it is gone"
 
@@ -463,42 +411,58 @@ def test_each_option_of_generate_is_in_table():
 # A loop of one's own
 
 
-def causal(model, ids, past, keys=0):
-    """A mask of one's own, `[1, 1, tokens, keys]`."""
-    columns = torch.arange(past + ids.shape[1] + keys)
-    hidden = columns > (past + torch.arange(ids.shape[1]))[:, None]
-    return torch.where(hidden, torch.finfo(torch.float32).min, 0.0)[None, None]
+class Call:
+    """What a call may bring depends on: the model, the ids, how many tokens are before them."""
+
+    def __init__(self, model, ids, past):
+        self.model = model
+        self.ids = ids
+        self.past = past
+        self.width = past + ids.shape[1]
+        self.positions = torch.arange(past, self.width)[None]
+
+    def mask(self, rows=None, more=0):
+        """Nothing is padding."""
+        return {"attention_mask": torch.ones(rows or len(self.ids), self.width + more, dtype=torch.int64)}
+
+    def mask_by_rows(self, keys=0):
+        """A mask of one's own, `[1, 1, tokens, keys]`."""
+        columns = torch.arange(self.width + keys)
+        hidden = columns > self.positions[0, :, None]
+        mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)
+        return {"attention_mask": mask[None, None]}
+
+    def rows(self, count):
+        """Another number of rows than the cache holds."""
+        if not self.past:
+            return {}
+        return {"input_ids": self.ids.repeat(2, 1)[:count]}
+
+    def embeddings(self):
+        return {"input_ids": None, "inputs_embeds": self.model.get_input_embeddings()(self.ids)}
 
 
-def ones(ids, columns):
-    return torch.ones(len(ids), columns, dtype=torch.int64)
-
-
-CALLS = {  # what a call brings beside input_ids, or in their place, behind `past` tokens
-    "nothing": lambda model, ids, past: {},
-    "logits_to_keep": lambda model, ids, past: {"logits_to_keep": 1},
-    "some logits": lambda model, ids, past: {"logits_to_keep": 5},
-    "logits by number": lambda model, ids, past: {"logits_to_keep": torch.tensor([0, 2])},
-    "use_cache": lambda model, ids, past: {"use_cache": True},
-    "no use_cache": lambda model, ids, past: {"use_cache": False},
-    "labels": lambda model, ids, past: {"labels": ids},
-    "hidden states": lambda model, ids, past: {"output_hidden_states": True, "output_attentions": True},
-    "a tuple": lambda model, ids, past: {"return_dict": False},
-    "position_ids": lambda model, ids, past: {"position_ids": past + torch.arange(ids.shape[1])[None]},
-    "shifted positions": lambda model, ids, past: {"position_ids": past + 5 + torch.arange(ids.shape[1])[None]},
-    "short positions": lambda model, ids, past: {"position_ids": torch.arange(2)[None]},
-    "mask": lambda model, ids, past: {"attention_mask": ones(ids, past + ids.shape[1])},
-    "long mask": lambda model, ids, past: {"attention_mask": ones(ids, past + ids.shape[1] + 3)},
-    "short mask": lambda model, ids, past: {"attention_mask": ones(ids, ids.shape[1] - 1)},
-    "mask of four rows": lambda model, ids, past: {"attention_mask": ones(ids[:1].repeat(4, 1), past + ids.shape[1])},
-    "mask by rows": lambda model, ids, past: {"attention_mask": causal(model, ids, past)},
-    "wide mask by rows": lambda model, ids, past: {"attention_mask": causal(model, ids, past, 4)},
-    "inputs_embeds": lambda model, ids, past: {"input_ids": None, "inputs_embeds": model.get_input_embeddings()(ids)},
-    "cache_position": lambda model, ids, past: {"cache_position": past + torch.arange(ids.shape[1])},
-    "fewer rows": lambda model, ids, past: {"input_ids": ids[: len(ids) - (past > 0)]},
-    "more rows": lambda model, ids, past: {"input_ids": ids.repeat(1 + (past > 0), 1)},
-    "nothing new": lambda model, ids, past: {"input_ids": ids[:, : ids.shape[1] * (past == 0)]},
-}
+CALLS = (
+    TABLE["calls"]
+    | {  # what a call brings beside input_ids, or in their place
+        "logits by number": {"logits_to_keep": torch.tensor([0, 2])},
+        "labels": lambda call: {"labels": call.ids},
+        "position_ids": lambda call: {"position_ids": call.positions},
+        "shifted positions": lambda call: {"position_ids": call.positions + 5},
+        "short positions": {"position_ids": torch.arange(2)[None]},
+        "mask": Call.mask,
+        "long mask": lambda call: call.mask(more=3),
+        "short mask": lambda call: call.mask(more=-1 - call.past),
+        "mask of four rows": lambda call: call.mask(rows=4),
+        "mask by rows": Call.mask_by_rows,
+        "wide mask by rows": lambda call: call.mask_by_rows(4),
+        "inputs_embeds": Call.embeddings,
+        "cache_position": lambda call: {"cache_position": call.positions[0]},
+        "fewer rows": lambda call: call.rows(len(call.ids) - 1),
+        "more rows": lambda call: call.rows(2 * len(call.ids)),
+        "nothing new": lambda call: {"input_ids": call.ids[:, call.past :]} if call.past else {},
+    }
+)
 CHANGES = {  # of a cache between two calls
     "first": lambda cache: None,
     "behind": lambda cache: None,
@@ -508,32 +472,21 @@ CHANGES = {  # of a cache between two calls
     "one of them": lambda cache: cache.batch_select_indices(torch.tensor([2])),
 }
 UNCHANGED = ["cut", "repeated", "one of them"]  # of states
-BEHIND = "(?!first).*"
-CALLS_REFUSED = [
-    (ANY, "no use_cache", ANY, "use_cache is False"),
-    (ANY, "nothing new", BEHIND, "0 tokens of . requests came"),
-    (ANY, "short positions", ANY, "position_ids has the shape"),
-    ("BlendCache in self_extend", "logits_to_keep|some logits", ANY, "is inside self_extend"),
-    (ALONE, "shifted positions", ANY, "Leave position_ids out"),
-    (ALONE, ".*mask by rows", ANY, "expects one, without padding"),
-    (ALONE, "more rows", BEHIND, "expects one, without padding"),
-    (ALONE, "short mask", ANY, "attention_mask has the shape"),
-    (STORED, "(long|short|wide) mask.*", ANY, "attention_mask has the shape"),
-    (STORED, "mask of four rows", "(?!repeated).*", "attention_mask has the shape"),
-    ("windows", "mask by rows", BEHIND, "attention_mask has the shape"),
-    (STORED, "fewer rows", "one of them", "of 0 requests came"),
-    (ALONE, "fewer rows", BEHIND, "of 0 requests came"),
-    (STORED, "(fewer|more) rows", BEHIND, "requests came behind"),
-]
+CALLS_REFUSED = TABLE["refused calls: caches, calls, turns, and the words of the refusal; the first line counts"]
 
 
 @torch.no_grad()
 def called(model, cache, ids, option):
     """What a call gives, as tensors."""
     past = cache.get_seq_length()
-    arguments = {"input_ids": ids, "past_key_values": cache, **CALLS[option](model, ids, past)}
-    output = model(**{name: value for name, value in arguments.items() if value is not None})
-    return {"all": [*flat(output if isinstance(output, tuple) else output.to_tuple())]}
+    brought = CALLS[option]
+    if callable(brought):
+        brought = brought(Call(model, ids, past))
+    arguments = {"input_ids": ids, **brought}
+    if arguments["input_ids"] is None:
+        del arguments["input_ids"]
+    output = model(**arguments, past_key_values=cache)
+    return {"all": tensors_of(output if isinstance(output, tuple) else output.to_tuple())}
 
 
 class Loop:

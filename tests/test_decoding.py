@@ -5,13 +5,11 @@
 import pytest
 import torch
 
-from hf_blend import BlendCache
-from hf_blend.errors import PromptError
 from hf_blend.model.identity import fingerprint
 from hf_blend.store.chunk import ChunkKey
 from tests.asking import THREE, check_equal, prepared, states_of
 from tests.asking import generated as run
-from tests.conftest import IS_OLDEST, random_ids, random_pieces, shared_zoo_model
+from tests.conftest import random_pieces, shared_zoo_model
 
 REQUEST = THREE[0]
 
@@ -43,26 +41,6 @@ def test_history_keeps_its_own_states_and_new_chunks_go_behind_it(shared_model, 
     is_stored = (values == stored).all(2).all(0)
     recomputed = [column - start for column in chosen if column >= start]
     assert (~is_stored).nonzero()[:, 0].tolist() == recomputed
-
-
-@pytest.mark.parametrize("cached", [10, 40])
-def test_prefill_chunk_size_continues_cache_or_is_refused_by_name(store, cached):
-    """In 5.17 `generate` computes the cached tokens again, behind themselves. A prompt of others is refused."""
-    model = shared_zoo_model("llama")
-    ids = torch.tensor([random_ids(60, 1)])
-    cache = BlendCache(model, store)
-    run(model, {"input_ids": ids[:, :cached]}, cache, max_new_tokens=1)
-    with pytest.raises(PromptError, match="tokens of a prompt came behind"):
-        run(model, {"input_ids": ids}, cache, prefill_chunk_size=20)
-    whole = cache.inputs(None, prefix=ids[0, :cached].tolist(), chunks=[], question=ids[0, cached:].tolist())
-    assert cache.get_seq_length() == cached
-    if IS_OLDEST:
-        with pytest.raises(PromptError, match="prefill_chunk_size of tran"):
-            run(model, whole, cache, prefill_chunk_size=20)
-        assert cache.get_seq_length() == cached
-    else:
-        got = run(model, whole, cache, prefill_chunk_size=20)
-        assert torch.equal(got, run(model, whole))
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every mode of stock `generate` takes a blend cache, for one request or several, or the one keyword `blended`."""
 
-import functools
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import tiny_model as zoo_model
 from transformers import dynamic_module_utils
 from worlds import reference_questions
 
@@ -16,25 +14,13 @@ from tests.asking import apart, generated, memory, prefill, prepared
 from tests.conftest import random_pieces
 
 FOLDER = str(Path(__file__).resolve().parent.parent / "examples" / "custom_generate")
-MODES = {
-    "greedy": {},
-    "sampling": {"do_sample": True, "temperature": 1.3},
-    "beams": {"num_beams": 4},
-    "beams that sample": {"do_sample": True, "num_beams": 3, "num_return_sequences": 2},
-    "prompt lookup": {"prompt_lookup_num_tokens": 4},
-}
+SAMPLED_BEAMS = {"do_sample": True, "num_beams": 3, "num_return_sequences": 2}
+LOOKUP = {"prompt_lookup_num_tokens": 4}
 REQUESTS = [  # different prefixes, numbers of chunks, lengths
     random_pieces(),
     random_pieces((29,), prefix=0, question=3, seed=1),
     random_pieces((8, 12, 5, 9), prefix=11, question=6, seed=2),
 ]
-
-
-@functools.cache
-def model_of(family, attention="sdpa"):
-    model = zoo_model(family)
-    model.set_attn_implementation(attention)
-    return model
 
 
 def run(model, inputs, cache=None, **ways):
@@ -46,56 +32,35 @@ def answers(model, inputs, cache=None, **ways):
     return run(model, inputs, cache, **ways)[:, inputs["input_ids"].shape[1] :]
 
 
-@pytest.mark.parametrize(
-    ("family", "attention", "requests", "mode"),
-    [
-        ("llama", "sdpa", 1, "prompt lookup"),
-        ("llama", "eager", 3, "beams that sample"),
-        ("gemma3_text", "sdpa", 3, "beams"),
-        ("gpt_neox", "sdpa", 3, "sampling"),
-    ],
-)
-def test_generate_at_ratio_1_gives_text_of_plain_run(family, attention, requests, mode):
-    model = model_of(family, attention)
-    ways = MODES[mode]
-    cache, inputs = prepared(model, *REQUESTS[:requests], recompute_ratio=1.0)
-    got = run(model, inputs, cache, **ways)
-    expected = run(model, inputs, **ways)
-    assert torch.equal(got, expected)
-    assert cache.report.reusable_tokens > 0
-    if mode == "prompt lookup":
-        assert cache.report.reusable_tokens == 71
-
-
-@pytest.mark.parametrize("mode", ["beams that sample", "prompt lookup"])
-def test_generate_at_any_ratio_continues_same_blended_prefill_in_every_mode(mode):
-    model = model_of("llama")
+@pytest.mark.parametrize("ways", [SAMPLED_BEAMS, LOOKUP])
+def test_generate_at_any_ratio_continues_same_blended_prefill_in_every_mode(shared_model, ways):
+    model = shared_model()
     kept = memory()
     found = []
     chosen = []
-    for ways in (MODES[mode], MODES[mode], {}):
+    for settings in (ways, ways, {}):
         cache, inputs = prepared(model, REQUESTS[0], store=kept, recompute_ratio=0.15)
-        found.append(run(model, inputs, cache, **ways))
+        found.append(run(model, inputs, cache, **settings))
         chosen.append(cache.report.chosen_columns[0])
     first, again, greedy = found
     assert torch.equal(first, again)
     assert chosen[0] == chosen[2]
-    if mode == "prompt lookup":
+    if ways is LOOKUP:
         assert torch.equal(first, greedy)
 
 
-@pytest.mark.parametrize(("family", "mode"), [("llama", "greedy"), ("gemma3_text", "beams")])
-def test_batch_gives_text_and_logits_of_its_single_requests(family, mode):
-    model = model_of(family)
+@pytest.mark.parametrize(("family", "ways"), [("llama", {}), ("gemma3_text", {"num_beams": 4})])
+def test_batch_gives_text_and_logits_of_its_single_requests(shared_model, family, ways):
+    model = shared_model(family)
     kept = memory()
     cache, inputs = prepared(model, *REQUESTS, store=kept, recompute_ratio=0.15)
-    together = answers(model, inputs, cache, **MODES[mode])
+    together = answers(model, inputs, cache, **ways)
     assert 0 < cache.report.charged_budget < 0.8
     cache, _ = prepared(model, *REQUESTS, store=kept, recompute_ratio=0.15)
     logits = prefill(model, inputs, cache)
     for row, request in enumerate(REQUESTS):
         single, alone = prepared(model, request, store=kept, recompute_ratio=0.15)
-        answer = answers(model, alone, single, **MODES[mode])
+        answer = answers(model, alone, single, **ways)
         assert torch.equal(together[row], answer[0])
         single, _ = prepared(model, request, store=kept, recompute_ratio=0.15)
         expected = prefill(model, alone, single)
@@ -181,15 +146,3 @@ def test_blended_decodes_sparsely_as_sparse_decoding_does(reference, asked, unto
     assert blended(store, sparse="auto").sparse.min_tokens == 16384
     with pytest.raises(ConfigError, match="share is 0"):
         blended(store, sparse=0)
-
-
-def test_generate_with_stop_strings_and_tokenizer_reuses_chunks(known):
-    model, tokenizer = known
-    texts = ["The north gate opens at seven in the morning.", "The tower is closed on Sundays and on holidays."]
-    cache = BlendCache(model, memory(), recompute_ratio=1.0)
-    inputs = cache.inputs(tokenizer, prefix="Answer.", chunks=texts, question="When does it open?")
-    given = {"max_new_tokens": 4, "do_sample": False, "stop_strings": ["."], "tokenizer": tokenizer}
-    got = model.generate(**inputs, **given, past_key_values=cache)
-    assert torch.equal(got, model.generate(**inputs, **given))
-    assert cache.report.fallback_reason == ""
-    assert cache.report.reusable_tokens > 0

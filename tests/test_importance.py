@@ -27,11 +27,16 @@ def weights_by_hand(texts, question, numbers):
     for found in shared:
         texts_with = [sum(token in other for other in shared) for token in found]
         rarity.append(0.5 + sum(1 / count for count in texts_with if count <= len(texts) / 2))
-    known = [number for of_chunk in numbers if of_chunk is not None for number in of_chunk]
+    known = []
+    for of_chunk in numbers:
+        known += of_chunk or []
     weights = []
     for text, total, of_chunk in zip(texts, rarity, numbers, strict=True):
         by_words = total * len(texts) / sum(rarity)
-        shares = [1.0] * len(text) if of_chunk is None else [n * len(known) / sum(known) for n in of_chunk]
+        shares = [1.0] * len(text)
+        if of_chunk is not None:
+            mean = sum(known) / len(known)
+            shares = [number / mean for number in of_chunk]
         weights.append([by_words * share for share in shares])
     return weights
 

@@ -43,11 +43,16 @@ def chunks(made):
     return found
 
 
+def whole(start, ids, exact=False):
+    """What `chunks` gives of a chunk of which nothing is cut off."""
+    return start, ids, 0, len(ids), exact
+
+
 def test_prefix_is_entry_of_its_own_once_it_was_computed(planner):
     one = planner(A)
     row = (*BOS, 5, 6, *A, *Q)
-    prefix = (0, row[:3], 0, 3, True)
-    chunk = (3, A, 0, 7, False)
+    prefix = whole(0, row[:3], exact=True)
+    chunk = whole(3, A)
     assert chunks(plan(one, *row)) == [chunk]
     assert chunks(plan(one, *row, spans=[Span.whole(3, A)])) == [prefix, chunk]
     assert chunks(plan(one, *row)) == [prefix, chunk]
@@ -55,12 +60,12 @@ def test_prefix_is_entry_of_its_own_once_it_was_computed(planner):
 
 def test_chunks_of_later_part_are_never_exact(planner):
     made = plan(planner(A, B), *A, *B, *Q, is_first=False)
-    assert chunks(made) == [(0, A, 0, 7, False), (7, B, 0, 5, False)]
+    assert chunks(made) == [whole(0, A), whole(7, B)]
 
 
 def test_chunks_and_what_prompt_begins_with_are_those_of_stores_namespace(planner):
     made = plan(planner(A, namespace="theirs"), *BOS, 5, *A, *Q)
-    assert chunks(made) == [(2, A, 0, 7, False)]
+    assert chunks(made) == [whole(2, A)]
     assert made.chunks[0].chunk.key.namespace == "theirs"
     one = planner(namespace="theirs")
     for start, row in ((0, (*A, *Q)), (3, (*BOS, 5, 6, *A, *Q))):
@@ -70,10 +75,14 @@ def test_chunks_and_what_prompt_begins_with_are_those_of_stores_namespace(planne
 
 
 def test_parse_counts_tokens_before_new_ones_without_padding(shared_model):
-    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 0, 0, 1, 1, 1]])  # 7 held, 2 new
-    arguments = {"input_ids": torch.tensor([[8, 9], [8, 9]]), "attention_mask": mask, "logits_to_keep": 1}
+    mask = torch.ones(2, 9)  # 7 held, 2 new
+    mask[0, :2] = 0
+    mask[1, 0] = 0
+    mask[1, 4:6] = 0
+    rows = [[8, 9], [8, 9]]
+    arguments = {"input_ids": torch.tensor(rows), "attention_mask": mask, "logits_to_keep": 1}
     request = Request.parse(arguments, shared_model(), 7, PendingPrompt())
-    assert request.rows == [[8, 9], [8, 9]]
+    assert request.rows == rows
     assert request.before == [5, 4]
 
 
@@ -92,7 +101,7 @@ def test_chunk_whose_edges_differ_is_reused_inside_and_never_exact(planner):
 
 def test_beginning_of_chunk_right_behind_its_sink_is_exact_whatever_follows(planner):
     made = plan(planner(LONG), *BOS, *LONG[:-3], *Q)
-    assert chunks(made) == [(0, BOS, 0, 1, True), (1, LONG, 0, 37, True)]
+    assert chunks(made) == [whole(0, BOS, exact=True), (1, LONG, 0, 37, True)]
 
 
 def test_known_chunks_come_first_and_others_are_searched_where_asked(planner):
@@ -101,9 +110,9 @@ def test_known_chunks_come_first_and_others_are_searched_where_asked(planner):
     spans = [Span(3, A, 1, 6)]
     known = (3, A, 1, 6, False)
     made = plan(one, *row, spans=spans, prefix=0, is_searched=True)
-    assert chunks(made) == [known, (9, LONG, 0, 40, False)]
+    assert chunks(made) == [known, whole(9, LONG)]
     made = plan(one, *row, spans=spans)
-    assert chunks(made) == [(0, row[:3], 0, 3, True), known], "what is before it is an entry"
+    assert chunks(made) == [whole(0, row[:3], exact=True), known], "what is before it is an entry"
 
 
 def test_chunk_that_padding_divides_is_computed_and_one_behind_it_is_reused(planner):
@@ -111,7 +120,7 @@ def test_chunk_that_padding_divides_is_computed_and_one_behind_it_is_reused(plan
     width = len(row) + 1
     divided = PromptRow(row, len(row), 0, columns=(*range(5), *range(6, width)))
     made = planner(A, B).plan([divided], width)
-    assert chunks(made) == [(10, B, 0, 5, False)]
+    assert chunks(made) == [whole(10, B)]
 
 
 def test_drop_makes_tokens_of_chunk_fresh_whatever_else_is_computed(planner):

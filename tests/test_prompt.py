@@ -42,7 +42,9 @@ def test_spans_say_where_each_chunk_is(prefix, chunks, question):
     prompt = build(None, prefix, chunks, question)
     assert prompt.ids == (*prefix, *sum(chunks, []), *question)
     for (start, chunk, *_), expected in zip(prompt.spans, chunks, strict=True):
-        assert prompt.ids[start : start + len(chunk)] == chunk == tuple(expected)
+        stop = start + len(chunk)
+        assert prompt.ids[start:stop] == chunk
+        assert chunk == tuple(expected)
 
 
 def test_build_merges_no_token_across_seam_and_puts_in_front_what_tokenizer_puts_there():

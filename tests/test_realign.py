@@ -75,10 +75,12 @@ def test_layers_that_share_table_turn_by_their_own_styles(tiny_model, first):
 def test_chunk_may_stand_in_several_places(shared_model):
     chunk = capture_chunk(shared_model(), CHUNK, (1,), "f")
     _, _, together = realigned(shared_model(), 90, (chunk, 5), (chunk, 50))
+    keys, _ = together[1]
     for start in (5, 50):
         _, _, alone = realigned(shared_model(), 90, (chunk, start))
+        expected, _ = alone[1]
         here = slice(start, start + 30)
-        assert torch.equal(together[1][0][:, :, here], alone[1][0][:, :, here])
+        assert torch.equal(keys[:, :, here], expected[:, :, here])
 
 
 def test_mismatches_are_relative_and_take_worse_of_keys_and_values_of_each_chunk(shared_model):
@@ -89,10 +91,9 @@ def test_mismatches_are_relative_and_take_worse_of_keys_and_values_of_each_chunk
     keys, values = states[1]
     doubled = keys.clone()
     doubled[:, :, :40] *= 2
-    cases = ((keys, values, [0, 0]), (doubled, values, [0.5, 0]), (doubled, 4 * values, [0.75, 0.75]))
-    for found_keys, found_values, expected in cases:
-        found = realigner.mismatches(1, placed, found_keys, found_values)
-        assert found == pytest.approx(expected, abs=1e-6)
+    assert realigner.mismatches(1, placed, keys, values) == pytest.approx([0, 0], abs=1e-6)
+    assert realigner.mismatches(1, placed, doubled, values) == pytest.approx([0.5, 0], abs=1e-6)
+    assert realigner.mismatches(1, placed, doubled, 4 * values) == pytest.approx([0.75, 0.75])
     nan = values * float("nan")
     assert realigner.mismatches(1, placed[1:], keys, nan) == [float("inf")]
     wrong = keys.clone()
@@ -104,15 +105,18 @@ def test_mismatches_are_relative_and_take_worse_of_keys_and_values_of_each_chunk
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("piece_bytes", [1, 5000, 1 << 30])
 def test_rotation_by_heads_is_float32_cast_once(dtype, piece_bytes, monkeypatch):
-    monkeypatch.setattr(realign, "PIECE_BYTES", (piece_bytes,) * 2)
-    parts = [torch.randn(2, 3, tokens, 20).to(dtype) for tokens in (5, 1, 40)]
+    monkeypatch.setattr(realign, "PIECE_BYTES", (piece_bytes, piece_bytes))
+    keys = torch.randn(2, 3, 46, 20).to(dtype)
+    parts = list(keys.split([5, 1, 40], 2))
     angles = torch.rand(46, 8) * 100
-    cos, sin = angles.cos(), angles.sin()
+    cos = angles.cos()
+    sin = angles.sin()
     out = torch.full((2, 3, 60, 20), 7.0, dtype=dtype)
-    realign.rotate(Half, (cos, sin), parts, out[:, :, 4:50])
-    keys = torch.cat(parts, 2).float()
-    first, second = keys[..., :8], keys[..., 8:16]
-    expected = torch.cat((first * cos - second * sin, second * cos + first * sin, keys[..., 16:]), -1).to(dtype)
-    torch.testing.assert_close(out[:, :, 4:50], expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
-    assert (out[:, :, :4] == 7).all()
-    assert (out[:, :, 50:] == 7).all()
+    moved = out[:, :, 4:50]
+    realign.rotate(Half, (cos, sin), parts, moved)
+    first, second, rest = keys.float().split([8, 8, 4], -1)
+    expected = torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
+    rounding = torch.finfo(dtype).eps
+    torch.testing.assert_close(moved, expected.to(dtype), rtol=2 * rounding, atol=1e-6)
+    moved.fill_(7)
+    assert (out == 7).all(), "nothing else is written"

@@ -2,26 +2,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """On a second device a blend gives what it gives on the CPU, and is asked for no values in a layer."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from hf_blend import BlendCache, observer
 from hf_blend.model.anatomy import decoder_layers
 from hf_blend.sparse.decoding import sparse_decoding
-from tests.asking import memory
+from tests.asking import batched, generated, memory
 from tests.conftest import build_tiny_model
 from tests.second_device import move, second_device
 
-GREEDY = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
-
-def generated(model, inputs_of, sparse=False, **settings):
+def answer(model, inputs_of, sparse=False, **settings):
     cache = BlendCache(model, memory(), **{"recompute_ratio": 0.15, **settings})
     inputs = inputs_of(cache)
-    if sparse:
-        with sparse_decoding(model, cache, share=0.3, block_tokens=8):
-            return model.generate(**inputs, past_key_values=cache, **GREEDY), cache
-    return model.generate(**inputs, past_key_values=cache, **GREEDY), cache
+    with sparse_decoding(model, cache, share=0.3, block_tokens=8) if sparse else nullcontext():
+        return generated(model, inputs, cache)
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +35,9 @@ def values_asked_in_layers(model, store, pieces, mode, **settings):
     asked = []
     cache = BlendCache(model, store, recompute_ratio=0.15, **settings)
     inputs = cache.inputs(None, **pieces())
+    count = observer(lambda *_: asked.append(sum(mode.asked.values())))
     first, *_, last = decoder_layers(model)
-    begin = first.register_forward_pre_hook(observer(lambda *_: asked.append(sum(mode.asked.values()))))
-    end = last.register_forward_hook(observer(lambda *_: asked.append(sum(mode.asked.values()))))
-    with begin, end:
+    with first.register_forward_pre_hook(count), last.register_forward_hook(count):
         model(**inputs, past_key_values=cache, logits_to_keep=1)
     return asked[-1] - asked[-2]  # before these a prefix may have been computed alone
 
@@ -64,8 +61,8 @@ CASES = [
 @pytest.mark.parametrize(("settings", "is_batch"), CASES)
 def test_no_tensor_meets_one_of_another_device(models, pieces, tokenizer, settings, is_batch):
     batch = [pieces(), pieces((12, 20, 22), seed=1, question=5)]
-    given = {name: [one[name] for one in batch] for name in batch[0]} if is_batch else batch[0]
-    expected, _ = generated(models[0], lambda one: one.inputs(tokenizer, **given), **settings)
+    given = batched(*batch[: 1 + is_batch])
+    expected = answer(models[0], lambda one: one.inputs(tokenizer, **given), **settings)
     with second_device(), torch.no_grad():
-        output, _ = generated(models[1], lambda one: one.inputs(tokenizer, **given), **settings)
+        output = answer(models[1], lambda one: one.inputs(tokenizer, **given), **settings)
     assert torch.equal(output.cpu(), expected)

@@ -22,6 +22,7 @@ from tests.asking import PIECES, poisoned_memory, prefilled
 
 SELECTORS = plugins.describe("selectors")
 CHUNKS = (7, 12, 5)
+TOKENS = 24
 QUESTION = 4
 LAYERS = 4
 CHECK = 1
@@ -34,7 +35,7 @@ def selector(name, seed=0, **options):
 
 def view(seed=0, pad=0):
     """What a selector sees at the check layer: three chunks and a question, `pad` columns from the left."""
-    tokens = sum(CHUNKS) + QUESTION
+    tokens = TOKENS + QUESTION
     table = torch.full((3, 1, tokens), -1)  # number of the chunk, offset in it, its length
     start = 0
     for number, length in enumerate(CHUNKS):
@@ -68,7 +69,7 @@ def view(seed=0, pad=0):
 
 
 def chosen(one, seen, ratio):
-    count = one.count(ratio, sum(CHUNKS))
+    count = one.count(ratio, TOKENS)
     return highest(one.score(seen), seen.reusable, torch.tensor([count]))
 
 
@@ -76,7 +77,7 @@ def chosen(one, seen, ratio):
 def test_score_is_one_finite_float32_token_and_function_of_what_is_reusable(name):
     seen = view()
     scores = selector(name).score(seen)
-    assert scores.shape == (1, sum(CHUNKS) + QUESTION)
+    assert scores.shape == (1, TOKENS + QUESTION)
     assert scores.dtype == torch.float32
     assert torch.isfinite(scores[seen.reusable]).all()
     for part in (0, 1):
@@ -85,7 +86,7 @@ def test_score_is_one_finite_float32_token_and_function_of_what_is_reusable(name
     marked = chosen(selector(name), seen, 0.3)
     for part in (0, 1):
         fresh, _ = seen.pair(part)
-        fresh[:, :, sum(CHUNKS) :] = 7.0  # of the question, which is not reusable
+        fresh[:, :, TOKENS:] = 7.0  # of the question, which is not reusable
     assert torch.equal(chosen(selector(name), seen, 0.3), marked)
 
 
@@ -96,7 +97,7 @@ def test_count_is_size_of_nested_sets_and_share_or_end_of_scale(name):
     before = torch.zeros_like(seen.reusable)
     for ratio in (0.0, 0.01, 0.15, 0.3, 0.5, 0.9, 1.0):
         marked = chosen(one, seen, ratio)
-        assert int(marked.sum()) == one.count(ratio, sum(CHUNKS))
+        assert int(marked.sum()) == one.count(ratio, TOKENS)
         assert not (before & ~marked).any()
         assert not (marked & ~seen.reusable).any()
         before = marked
@@ -125,7 +126,7 @@ def test_count_is_ceiling_of_share_without_noise_of_floating_point():
 def test_kv_deviation_is_squared_distance_over_heads_and_width(on, parts):
     seen = view()
     got = selector("kv-deviation", on=on).score(view())
-    expected = torch.zeros(1, sum(CHUNKS) + QUESTION)
+    expected = torch.zeros(1, TOKENS + QUESTION)
     for part in parts:
         fresh, stored = seen.pair(part)
         expected += ((fresh - stored) ** 2).sum((1, 3))
@@ -137,7 +138,7 @@ def test_kv_deviation_is_squared_distance_over_heads_and_width(on, parts):
     [("tail", [5, 6, 17, 18, 22, 23]), ("both", [0, 6, 7, 18, 19, 23])],
 )
 def test_boundary_takes_each_chunk_from_its_edge(edge, expected):
-    marked = chosen(selector("boundary", edge=edge), view(), 6 / sum(CHUNKS))
+    marked = chosen(selector("boundary", edge=edge), view(), 6 / TOKENS)
     assert marked[0].nonzero().flatten().tolist() == expected
 
 
@@ -158,7 +159,7 @@ def test_query_attention_is_mean_over_layers_heads_and_rows_of_question():
 def test_ramp_takes_longer_heads_of_later_chunks():
     """By hand: 3.5, 13 and 21.5 tokens up to the middle of the chunks, to the power of 1.5, over 6 and the place."""
     for pad in (0, 3):
-        (marked,) = chosen(selector("ramp"), view(pad=pad), 11 / sum(CHUNKS))
+        (marked,) = chosen(selector("ramp"), view(pad=pad), 11 / TOKENS)
         assert marked.nonzero().flatten().tolist() == [7, 8, 9, 10, 11, 12, *range(19, 24)]
 
 

@@ -43,6 +43,17 @@ def reason_of(source, content, key):
     return caught.value.reason
 
 
+@pytest.fixture
+def check_back(same, source, content):
+    """A chunk is read from its bytes as it was written."""
+
+    def check(stored):
+        read = EntryReader(source(content(stored)), stored.key).read()
+        same(read, stored)
+
+    return check
+
+
 def test_digest_of_key_is_that_of_written_down_encoding():
     def part(data):
         return len(data).to_bytes(8, "little") + data
@@ -62,17 +73,15 @@ def test_key_takes_ids_from_tensors_and_lists_and_refuses_what_is_no_token(ids):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_chunk_comes_back_bit_for_bit(chunk, same, source, content, dtype):
-    stored = chunk(dtype=dtype)
-    same(EntryReader(source(content(stored)), stored.key).read(), stored)
+def test_chunk_comes_back_bit_for_bit(chunk, check_back, dtype):
+    check_back(chunk(dtype=dtype))
 
 
-def test_read_takes_narrow_values_before_wide_type_and_absurd_but_empty_shapes(chunk, same, source, content):
+def test_read_takes_narrow_values_before_wide_type_and_absurd_but_empty_shapes(chunk, check_back, source, content):
     mixed = chunk((5,))
     (keys, values), second = mixed.layers
     narrow = values[:1, :, :1].to(torch.float8_e5m2)
-    mixed = replace(mixed, layers=((keys, narrow), second))
-    same(EntryReader(source(content(mixed)), mixed.key).read(), mixed)
+    check_back(replace(mixed, layers=((keys, narrow), second)))
     stored = chunk()
     shape = (0, 3, 1 << 39)
     empty = {"shape": shape, "digest": "99aa06d3014798d86001c324468d497f"}
@@ -90,8 +99,9 @@ def test_entry_is_aligned_safetensors_without_text_of_user(chunk, content):
     assert tensors["layer.1.v"].equal(stored.layers[1][1])
     assert len(tensors) == 9
     assert tensors["importance"].tolist() == [*stored.importance.tolist(), 0.0]
-    assert content(chunk()) == content(chunk())
-    assert len(header_of(content(chunk()))) % 64 == 0
+    plain = content(chunk())
+    assert content(chunk()) == plain
+    assert len(header_of(plain)) % 64 == 0
     rows = json.loads(header_of(content(chunk(layers=2)))[8:])
     del rows["__metadata__"]
     names = "token_ids chunk_prefix_ids importance table.0.cos table.0.sin layer.0.k layer.0.v layer.1.k layer.1.v"
@@ -129,8 +139,10 @@ def test_renamed_tensors_are_found_even_with_fresh_manifest(chunk, source, conte
 
     def swapped(header):
         names = [plan.name for plan in header.tensors]
-        names[5], names[7] = names[7], names[5]
-        plans = (replace(plan, name=name) for plan, name in zip(header.tensors, names, strict=True))
+        names.insert(5, names.pop(7))
+        plans = []
+        for plan, name in zip(header.tensors, names, strict=True):
+            plans.append(replace(plan, name=name))
         return replace(header, tensors=tuple(plans))
 
     assert reason_of(source, reheaded(good, swapped), stored.key) == "format"
@@ -164,12 +176,11 @@ REPLACED = {  # once, in the text of a header
 }
 
 
-def test_entry_without_importance_is_read_and_one_of_other_numbers_is_refused(chunk, same, source, content):
+def test_entry_without_importance_is_read_and_one_of_other_numbers_is_refused(chunk, check_back, source, content):
     stored = chunk((5, 6, 7, 8, 9))
-    without = replace(stored, importance=None, question="")
-    same(EntryReader(source(content(without)), stored.key).read(), without)
-    for other in (torch.ones(4), torch.tensor([1.0, torch.nan, 1, 1, 1]), torch.tensor([1.0, -1, 1, 1, 1])):
-        wrong = replace(stored, importance=other.half())
+    check_back(replace(stored, importance=None, question=""))
+    for other in ([1, 1, 1, 1], [1, torch.nan, 1, 1, 1], [1, -1, 1, 1, 1]):
+        wrong = replace(stored, importance=torch.tensor(other).half())
         with pytest.raises(StoreError, match="importance of chunk"):
             wrong.check()
         assert reason_of(source, content(wrong), stored.key) == "format"
@@ -211,17 +222,16 @@ def test_key_of_absurdly_many_ids_is_refused_before_memory_is_taken(chunk, conte
     stored = chunk((5,))
     good = Header.decode(header_of(content(stored)), KIND)
 
-    class Endless:
-        def __init__(self, place, shape):
-            header = with_plan(good, place, shape=shape)
-            self.head = header.encode()
-            self.stat = SimpleNamespace(nbytes=len(self.head) + header.nbytes)
+    header = with_plan(good, 0, shape=(1 << 39,))
+    head = header.encode()
 
-        def read_into(self, start, target):
-            target[:] = (self.head + bytes(len(target) + start))[start : start + len(target)]
+    def read_into(start, target):
+        stop = start + len(target)
+        target[:] = (head + bytes(stop))[start:stop]
 
+    endless = SimpleNamespace(stat=SimpleNamespace(nbytes=len(head) + header.nbytes), read_into=read_into)
     with pytest.raises(EntryFault, match="are not those of a chunk"):
-        read_key(Endless(0, (1 << 39,)), "")
+        read_key(endless, "")
 
 
 def test_key_is_read_without_kv(chunk, source, content):
