@@ -62,16 +62,6 @@ def test_plain_ids_and_built_inputs_are_same_request(shared_model, pieces, token
     assert not built.report.notice
 
 
-def test_prompt_without_stored_chunks_is_plain_request(shared_model, pieces, untouched):
-    model = shared_model()
-    ids = ids_of(pieces())
-    with untouched(model):
-        cache = BlendCache(model, memory(), recompute_ratio=0.0)
-        as_stock(model, ids, cache)
-    assert cache.report.reusable_tokens == 0
-    assert cache.report.prompt_tokens == ids["input_ids"].shape[1]
-
-
 @pytest.mark.parametrize("place", ["model.embed_tokens", "model.norm", "lm_head"])
 def test_exception_outside_layers_leaves_no_hook(tiny_model, pieces, untouched, place):
     model = tiny_model()

@@ -7,14 +7,13 @@ import re
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from worlds import REFERENCE, reference_questions
 
 from hf_blend import ChunkStore
-from hf_blend.errors import PromptError, UnsupportedModelError
+from hf_blend.errors import PromptError
 from hf_blend.evaluation.asking import Pipeline
 from hf_blend.evaluation.demo import drawing, page
 from hf_blend.evaluation.demo.compare import DemoState, Panel, Passage, compare, streamed
@@ -179,13 +178,6 @@ def test_demo_opens_with_handbook_answered_and_its_store_shared():
     assert OPENING in page_questions()
 
 
-def test_demo_opens_with_sentence_where_there_is_no_answer(tiny):
-    state = page.Demo(tiny, Visitors(Limits(prompt_tokens=500))).opening()
-    assert state.failed
-    assert state.panels == page.EMPTY.panels
-    assert "tokens for this model" in state.status
-
-
 def test_demo_turns_refusal_into_sentence(bundled, query):
     demo = page.Demo(bundled, Visitors(Limits(answers_per_minute=1)))
     *_, state = demo.ask(visitor(), replace(query, question=""))
@@ -202,14 +194,6 @@ def test_visitor_of_believes_proxy_on_space_only(monkeypatch):
     assert page.visitor_of(request) == "1.2.3.4"
     monkeypatch.setenv("SPACE_ID", "somebody/hf-blend")
     assert page.visitor_of(request) == "9.9.9.9"
-
-
-def test_load_exact_refuses_what_cannot_be_blended(model_folder, tmp_path, tiny_model):
-    tiny_model("opt", vocab_size=258, hidden_size=64, ffn_dim=64, word_embed_proj_dim=64).save_pretrained(tmp_path)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((Path(model_folder) / name).read_bytes())
-    with pytest.raises(UnsupportedModelError, match="cannot be moved"):
-        load_exact(str(tmp_path))
 
 
 def test_streamed_stops_answer_when_page_is_closed():

@@ -5,8 +5,6 @@
 import importlib.util
 import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -133,16 +131,3 @@ def test_page_opens_with_question_counts_bars_and_tokens(visit, opened, artefact
     question = page.locator("#hb-question textarea, #hb-question input").first
     assert question.input_value() == first_request().question
     page.screenshot(path=artefacts / f"start-{size['width']}.png", full_page=True)
-
-
-def test_no_page_of_site_is_wider_than_phone(browser, tmp_path):
-    pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install hf-blend[docs]")
-    command = [sys.executable, "-P", "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
-    subprocess.run(command, cwd=ROOT, check=True)
-    page = browser.new_page(viewport=PHONE)
-    widths = {}
-    for path in sorted(tmp_path.glob("*.html")):
-        page.goto(path.as_uri())
-        widths[path.name] = page.evaluate("document.documentElement.scrollWidth")
-    assert len(widths) > 15
-    assert {name: width for name, width in widths.items() if width > PHONE["width"]} == {}

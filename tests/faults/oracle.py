@@ -3,8 +3,7 @@
 """What is true, by stock transformers alone: nothing of hf_blend is imported here.
 
 The KV of a chunk is what a `DynamicCache` holds after a forward of sink and chunk through the model as it is at that
-moment: in eval mode and outside of autocast, since that is what a chunk's KV is by definition. Logits are those of one
-plain forward, in the state that the caller's forward has.
+moment: in eval mode and outside of autocast, since that is what a chunk's KV is by definition.
 """
 
 from collections.abc import Sequence
@@ -45,24 +44,11 @@ def stock_kv(model: nn.Module, chunk_prefix_ids: Sequence[int], token_ids: Seque
     return Truth(layers, (cos[0, start:].float().clone(), sin[0, start:].float().clone()))
 
 
-@torch.no_grad()
-def stock_logits(model: nn.Module, input_ids: Tensor) -> Tensor:
-    """Logits of the last token of a prompt, `[vocabulary]`."""
-    return model(input_ids, use_cache=False).logits[0, -1]
-
-
 def is_equal(got: Tensor, expected: Tensor) -> bool:
     """Bit for bit, with NaN equal to itself."""
     if got.dtype != expected.dtype or got.shape != expected.shape:
         return False
     return got.equal(expected) or _bytes(got).equal(_bytes(expected))
-
-
-def is_near(got: Tensor, expected: Tensor, share: float) -> bool:
-    """Equal up to a share of the largest value; NaN is near nothing."""
-    if got.shape != expected.shape:
-        return False
-    return bool((got.float() - expected.float()).abs().max() <= share * expected.float().abs().max())
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ from pathlib import Path
 from .entries import Changing, Files
 from .fault import FaultClass, Verdict
 from .kills import CallKills, Races
-from .requests import Prefills
 from .tiers import FailingCalls, FaultyTierFaults, Remote
 from .world import World
 
@@ -24,7 +23,6 @@ CLASSES: dict[str, type[FaultClass]] = {
     "files": Files,
     "changing-files": Changing,
     "remote": Remote,
-    "prefills": Prefills,
     "failing-calls": FailingCalls,
     "faulty-tier": FaultyTierFaults,
     "races": Races,

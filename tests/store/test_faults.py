@@ -26,7 +26,7 @@ def run(tmp_path_factory) -> Iterator[Run]:
 def test_no_promise_is_broken_by(name, run):
     """A few faults of each class; `make faults` injects more of them."""
     one = run.classes[name]
-    one.run({"call-kills": 6, "prefills": 1}.get(name, 1 if one.kill_share else 6), "1")
+    one.run(6, "1")
     assert not one.outcome.broken, (one.outcome.kinds, one.outcome.examples)
 
 
