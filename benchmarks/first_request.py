@@ -136,6 +136,7 @@ def in_process(given: argparse.Namespace, model: Any, tokenizer: Any, tokens: in
     first_s, cache = took[0]
     later_s = statistics.median(seconds for seconds, _ in took[1:])
     return {
+        "rows": given.rows.name,
         "tokens": cache.report.prompt_tokens,
         "computed_chunks": cache.report.computed_chunks,
         "first_cpu_s": first_s,
