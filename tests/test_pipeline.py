@@ -158,3 +158,20 @@ def test_pipeline_that_is_closed_reads_no_more():
     wait_for(lambda: not threads(), "the thread ended")
     assert asked == [0, 1]
     assert len(stream[5]) == 2, "it is read where it is used"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_layer_whose_reader_died_is_read_where_it_is_used():
+    asked: list[int] = []
+
+    def take(place: int) -> Any:
+        asked.append(place)
+        if len(asked) == 1:
+            raise LookupError("no fault that is known")
+        return [(torch.zeros(1), torch.zeros(1))]
+
+    stream = StreamedLayers(2, take, patience_s=60.0)
+    Pipeline([stream])
+    wait_for(lambda: not threads(), "the thread died")
+    assert len(stream[0]) == 2
+    assert asked == [0, 0]

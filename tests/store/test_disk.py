@@ -10,7 +10,7 @@ import pytest
 
 from hf_blend.store import ChunkStore
 from hf_blend.store.tiers.base import EntryFault
-from hf_blend.store.tiers.disk import DiskTier
+from hf_blend.store.tiers.disk import DiskTier, read_json, write_json
 from tests.asking import noting, raising
 
 NAME = "ab" * 8 + "/" + "e" * 64
@@ -148,3 +148,16 @@ def test_folder_that_may_only_be_read_serves_what_it_holds(tmp_path, chunk, same
     assert len(store.find(chunk().key.fingerprint, (1,), [5, 6, 7])) == 1
     store.put(chunk((9, 9)))
     assert store.stats()["store_failures"] == {"EACCES": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("[" * 9 + "]" * 9, "9 levels"), (" " * (1 << 16) + "1", "65537 bytes"), ("{", "cannot be read"), ("", "cannot")],
+)
+def test_small_file_beside_chunks_is_bounded(text, reason, tmp_path):
+    path = tmp_path / "small.json"
+    write_json(path, [[[[[[[["deep"]]]]]]]])
+    assert read_json(path) == [[[[[[[["deep"]]]]]]]]
+    path.write_text(text)
+    with pytest.raises(EntryFault, match=reason):
+        read_json(path)
