@@ -133,7 +133,7 @@ def test_fallback_reason_says_once_that_store_finds_nothing(known, caplog):
         model.generate(**asked, past_key_values=cache, max_new_tokens=2)
         return cache.report.fallback_reason
 
-    assert ask() == "", "an empty store has nothing to say"
+    assert ask().startswith("the store is empty")
     store.add(model, tokenizer, DOCUMENTS)
     with caplog.at_level(logging.WARNING):
         reasons = {ask(), ask()}

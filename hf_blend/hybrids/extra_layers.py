@@ -179,7 +179,7 @@ class MixerLayer(BatchOfRequests, LinearAttentionLayer):
             states.update({at: change(state) for at, state in states.items() if state is not None})
 
 
-class MixerAttentionLayer(MixerLayer, BlendLayer):
+class MixerAttentionLayer(MixerLayer, BlendLayer):  # type: ignore[override]  # is_croppable, as in transformers
     """K and V of each token, and the state of a mixer beside them."""
 
     has_only_state = False
@@ -247,7 +247,7 @@ class MixerAttentionLayer(MixerLayer, BlendLayer):
         MixerLayer._map(self, change)
 
 
-class MixerSlidingLayer(MixerAttentionLayer, BlendSlidingLayer):
+class MixerSlidingLayer(MixerAttentionLayer, BlendSlidingLayer):  # type: ignore[override]  # as above
     """K and V within a window, and the state of a mixer beside them."""
 
     is_sliding = True
