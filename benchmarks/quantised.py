@@ -7,7 +7,7 @@
 Each prompt is some passages and a question of a file of JSON lines (`chunks`, `question`), as text. KL is that of the
 full prefill's distribution of the first token to another one's: of the plain model in two blocks, which is the noise
 of the model itself, with every token recomputed, with the default settings, and at full reuse. Figures of a model, a
-kind and a dtype replace earlier ones in the output; `--table` prints all of them as docs/eight_bit.md has them.
+kind and a dtype replace earlier ones in the output; `--table` prints all of them as docs/models.md has them.
 """
 
 import argparse
@@ -34,7 +34,18 @@ WAYS: dict[str, dict[str, Any]] = {
     "default": {},
     "reuse": {"recompute_ratio": 0.0, "selector": "none"},
 }
+DTYPES = ("float32", "bfloat16")
 COLUMNS = ("two blocks", *WAYS)
+
+
+def load(name: str, kind: str, dtype: str) -> tuple[Any, Any]:
+    """A model with quantised weights, and its tokenizer."""
+    source = open_model(name)
+    how = BitsAndBytesConfig(**KINDS[kind], bnb_4bit_compute_dtype=getattr(torch, dtype))
+    model = AutoModelForCausalLM.from_pretrained(
+        source.folder, dtype=dtype, device_map={"": "cpu"}, quantization_config=how
+    )
+    return model.eval(), source.tokenizer
 
 
 @torch.no_grad()
@@ -63,13 +74,15 @@ def measure(model: Any, tokenizer: Any, row: dict[str, Any], passages: int) -> d
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The table of docs/eight_bit.md."""
-    lines = [f"| model, bits, dtype | {' | '.join(COLUMNS)} |", f"|{'---|' * (len(COLUMNS) + 1)}"]
-    for row in rows:
-        figures = " | ".join(
-            f"{statistics.fmean(row[name]):.3f} ({statistics.median(row[name]):.3f})" for name in COLUMNS
-        )
-        lines.append(f"| {row['model']}, {row['kind']}, {row['dtype']} | {figures} |")
+    """The table of docs/models.md: means, of float32 and of bfloat16."""
+    lines = [f"| model, bits | {' | '.join(COLUMNS)} |", f"|{'---|' * (len(COLUMNS) + 1)}"]
+    by_dtype = {(row["model"], row["kind"], row["dtype"]): row for row in rows}
+    for model, kind in dict.fromkeys((row["model"], row["kind"]) for row in rows):
+        cells = [f"{model}, {kind}"]
+        for name in COLUMNS:
+            both = [by_dtype.get((model, kind, dtype)) for dtype in DTYPES]
+            cells.append("/".join("-" if row is None else f"{statistics.fmean(row[name]):.3f}" for row in both))
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -78,7 +91,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--kind", choices=KINDS, default="8 bits")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--rows", type=Path, help="JSON lines with chunks and question")
     parser.add_argument("--count", type=int, default=8)
     parser.add_argument("--passages", type=int, default=3)
@@ -90,13 +103,9 @@ def main() -> None:
         print(table(rows))
         return
     torch.set_num_threads(1)
-    source = open_model(given.model)
-    how = {**KINDS[given.kind], "bnb_4bit_compute_dtype": getattr(torch, given.dtype)}
-    model = AutoModelForCausalLM.from_pretrained(
-        source.folder, dtype=given.dtype, device_map={"": "cpu"}, quantization_config=BitsAndBytesConfig(**how)
-    ).eval()
+    model, tokenizer = load(given.model, given.kind, given.dtype)
     lines = given.rows.read_text(encoding="utf-8").splitlines()[: given.count]
-    each = [measure(model, source.tokenizer, json.loads(line), given.passages) for line in lines]
+    each = [measure(model, tokenizer, json.loads(line), given.passages) for line in lines]
     about = {"model": given.model, "kind": given.kind, "dtype": given.dtype}
     kept = [row for row in rows if any(row[name] != value for name, value in about.items())]
     figures = {name: [round(one[name], 5) for one in each] for name in COLUMNS}

@@ -3,11 +3,14 @@
 """bitsandbytes models from saved checkpoints, on the CPU: the ladder holds, and their KV is nobody else's."""
 
 import copy
+import json
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
+import quantised as measured
 import torch
 from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM
@@ -16,13 +19,15 @@ from hf_blend import BlendCache, UnsupportedModelError
 from hf_blend.model import checks
 from hf_blend.model.calibrate import rotary_styles
 from hf_blend.model.identity import fingerprint
-from hf_blend.model_names import load_model
+from hf_blend.model_names import PACKAGED, converted_models, load_model
 from hf_blend.verify.runner import verify
 from tests.asking import PIECES, asked, memory
+from tests.chat_templates import DOCUMENTS, QUESTION
 from tests.conftest import slow_but
 
 pytestmark = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 
+ROOT = Path(__file__).resolve().parents[1]
 KINDS: dict[str, dict[str, Any]] = {
     "8bit": {"load_in_8bit": True},
     "8bit-exact": {"load_in_8bit": True, "llm_int8_threshold": 0.0},
@@ -180,6 +185,25 @@ def test_without_threshold_8_bit_is_exact_and_with_one_its_floor_is_measured(cli
     assert len(errors) == 1
     assert errors[0] < 1e-5
     assert found.floors[0]["logits"] > 5 * exact.floors[0]["logits"], "outliers depend on the rows beside them"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", measured.KINDS)
+@pytest.mark.parametrize("name", ["smollm2", "gemma3"])
+def test_real_quantised_model_is_blended_within_its_own_noise(name, kind, dtype):
+    if name not in PACKAGED and name not in converted_models():
+        pytest.skip("python benchmarks/parted_models.py converts it")
+    model, tokenizer = measured.load(name, kind, dtype)
+    found = measured.measure(model, tokenizer, {"chunks": DOCUMENTS, "question": QUESTION}, len(DOCUMENTS))
+    noise = 0.3 if kind.startswith("8") else 0.03  # the largest of six prompts of the table is half of it
+    assert max(found["two blocks"], found["all computed"]) < noise
+    assert max(found.values()) < 1.0
+
+
+def test_page_has_table_of_what_was_measured():
+    rows = json.loads((ROOT / "benchmarks/results/quantised.json").read_text("utf-8"))
+    assert measured.table(rows) in (ROOT / "docs/models.md").read_text("utf-8")
 
 
 def test_fingerprint_of_each_way_to_quantise_is_its_own(folder):

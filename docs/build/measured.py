@@ -131,6 +131,11 @@ def _first(document: Document, **known: Any) -> Document:
     return next(row for row in document["rows"] if all(row.get(name) == value for name, value in known.items()))
 
 
+def _refused_calls(row: Document) -> str:
+    """How many calls of `generate` a cache refused by name."""
+    return str(sum(calls for what, calls in row["calls"].items() if what.startswith("refused")))
+
+
 def _of_shape(document: Document) -> str:
     """Which model was measured, where it is not SmolLM2."""
     shape = {**document.get("machine", {}), **document}["shape"]
@@ -236,6 +241,19 @@ SECTIONS = (
         "Not measured: larger models, llama.cpp's reuse of exact prefixes.",
         {"way": text("way"), "about 1,000 tokens": text("short"), "about 2,000 tokens": text("long")},
         _ways,
+    ),
+    Section(
+        "transformers' own tests",
+        "stock_tests",
+        lambda found: (
+            f"Of {_first(found, cache='stock')['passed']} tests of generation and caches in seven families, "
+            f"{_first(found, cache='BlendCache')['passed']} pass with a `BlendCache`."
+        ),
+        lambda found: (
+            f"`benchmarks/stock_tests.py`, transformers {found['transformers']}. The others continue a filled cache "
+            "by a plain `generate`, which is refused by name; two ask for stock's class of a layer. `SequenceCache` "
+            f"refuses {_refused_calls(_first(found, cache='SequenceCache'))} calls by name, mostly of batches."
+        ),
     ),
     Section(
         "Short prompts",
