@@ -454,6 +454,7 @@ CALLS = (
         "long mask": lambda call: call.mask(more=3),
         "short mask": lambda call: call.mask(more=-1 - call.past),
         "mask of four rows": lambda call: call.mask(rows=4),
+        "mask of three dimensions": lambda call: {"attention_mask": call.mask()["attention_mask"][:, None]},
         "mask by rows": Call.mask_by_rows,
         "wide mask by rows": lambda call: call.mask_by_rows(4),
         "inputs_embeds": Call.embeddings,

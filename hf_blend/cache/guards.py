@@ -137,7 +137,7 @@ def _other_mask(call: CacheCall) -> str:
     if not isinstance(mask, Tensor):
         return ""
     total = call.past + columns
-    fits = mask.dim() not in (2, 4)
+    fits = False  # of another form than a model takes
     if call.is_single:  # which attends to all that it holds
         fits = mask.shape[-1] >= total
     elif mask.dim() == 2:

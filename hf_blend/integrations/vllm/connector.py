@@ -396,6 +396,7 @@ class Worker(BlendConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         self._block_size = vllm_config.cache_config.block_size
         self.model: nn.Module
+        self._tokenizer: Any = None  # until the model was checked, with ids that are no text
         self._layers: list[nn.Module] = []  # vLLM's attention layers, in the model's order
         self._identity: Identity | None = None
         self._finished: set[str] = set()
@@ -419,8 +420,9 @@ class Worker(BlendConnector):
         ids = tuple(range(3 * LEAST_CHECKED))
         with ChunkStore.open("memory://") as store:  # refuses what cannot be blended, and finds out about the model
             self._blend(ids, (Span.whole(LEAST_CHECKED, ids[LEAST_CHECKED : 2 * LEAST_CHECKED]),), store)
+        self._tokenizer = load_tokenizer(self._vllm_config.model_config)
         if self._config.chunk_prefix_ids is None:
-            prefix = default_prefix(self.model, load_tokenizer(self._vllm_config.model_config))
+            prefix = default_prefix(self.model, self._tokenizer)
             self._config = replace(self._config, chunk_prefix_ids=prefix)
         self._identity = Identity(fingerprint(self.model), self._config.chunk_prefix_ids)
         logger.info("blends %s, fingerprint %.12s…", type(self.model).__name__, self._identity.fingerprint)
@@ -465,7 +467,7 @@ class Worker(BlendConnector):
     def _blend(self, ids: tuple[int, ...], spans: tuple[Span, ...], store: ChunkStore) -> tuple[list[Any], Any]:
         """K and V of each layer, `[tokens, kv_heads, head_dim]` each, and the report."""
         cache = BlendCache(self.model, store, self._config)
-        inputs = cache.expect(None, [Prompt(ids, spans)])
+        inputs = cache.expect(self._tokenizer, [Prompt(ids, spans)])
         with FastLinear():
             self.model(**inputs, **cache_argument(self.model, cache), use_cache=True, logits_to_keep=1)
         if cache.report.fallback_reason:
