@@ -350,7 +350,7 @@ class Chat:
         return answer
 
     def heal_while(self, is_idle: Callable[[], bool]) -> None:
-        """Heal the conversation step by step until somebody asks; what cannot be healed stays blended."""
+        """Heal the conversation step by step until a line is typed; what cannot be healed stays blended."""
         before = None
         while self.cache is not None and is_idle():
             try:
