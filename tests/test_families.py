@@ -58,6 +58,12 @@ def test_family_is_exact_with_its_own_rotary_style(name):
     assert not broken(row)
 
 
+def test_type_whose_config_switches_cache_off_is_exact():
+    (row,) = verify_types(["mpt"])
+    assert row["supported"], row["reason"]
+    assert row["max_abs_error"] <= 1e-5
+
+
 @pytest.mark.parametrize(
     ("name", "cause"),
     [
