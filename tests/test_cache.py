@@ -10,7 +10,7 @@ import torch
 from hf_blend import BlendCache
 from hf_blend.model.identity import fingerprint
 from hf_blend.store.chunk import ChunkKey
-from tests.asking import GREEDY, as_stock, asked, failing, generated, hooks, memory, prepared
+from tests.asking import as_stock, asked, failing, generated, hooks, memory, prepared
 
 
 def ids_of(request):
@@ -72,23 +72,6 @@ def test_exception_outside_layers_leaves_no_hook(tiny_model, pieces, untouched, 
         with failing(model.get_submodule(place)), pytest.raises(ZeroDivisionError):
             generated(model, inputs, cache)
         assert hooks(model) == 0
-
-
-@torch.no_grad()
-def test_two_caches_whose_steps_alternate_do_not_see_each_other(shared_model, pieces):
-    model = shared_model()
-    kept = memory()
-    requests = [pieces(), pieces((40, 11), seed=1)]
-    alone = [asked(model, request, store=kept, recompute_ratio=0.15)[1] for request in requests]
-    made = [prepared(model, request, store=kept, recompute_ratio=0.15) for request in requests]
-    rows = [inputs["input_ids"] for _, inputs in made]
-    for _ in range(GREEDY["max_new_tokens"]):
-        for number, (cache, _) in enumerate(made):
-            new = rows[number][:, cache.get_seq_length() :]
-            logits = model(new, past_key_values=cache, logits_to_keep=1).logits
-            rows[number] = torch.cat((rows[number], logits.argmax(-1)), 1)
-    for row, output in zip(rows, alone, strict=True):
-        assert torch.equal(row, output)
 
 
 def test_caches_in_threads_do_not_see_each_other(tiny_model, pieces, tokenizer, untouched):

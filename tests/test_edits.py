@@ -24,7 +24,7 @@ from tests.asking import apart, failing, generated, longrope, memory, noting, st
 from tests.chat_templates import DOCUMENTS
 from tests.conftest import random_ids, shared_tiny_model, slow_but
 from tests.conftest import shared_zoo_model as zoo_model
-from tests.test_turns import Chat, small
+from tests.test_turns import small
 
 IDS = st.lists(st.integers(0, 2), max_size=40)
 
@@ -309,15 +309,6 @@ def test_stored_chunk_leaves_its_tokens_to_what_is_moved(edits, computed, moved)
     assert cache.report.computed_chunks == computed
     assert cache.report.moved_tokens == moved
     assert cache.report.reusable_tokens == (moved or 40)
-
-
-def test_thoughts_that_the_template_strips_are_moved_over():
-    model, tokenizer = small(template="qwen3")
-    chat = Chat(model, tokenizer, "qwen3", edits="blend")
-    chat.ask("Who is it? " * 5, "<think>\nHm, hm.\n</think>\n\n" + "It is Marta, and she keeps bees. " * 5)
-    chat.cache.heal()
-    chat.ask("Where?")
-    assert chat.cache.report.moved_tokens > 33
 
 
 def test_edits_is_checked():

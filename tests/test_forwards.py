@@ -223,7 +223,7 @@ MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch
 
 @pytest.mark.parametrize("later", MODES)
 @pytest.mark.parametrize("first", MODES)
-@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next"])
 def test_cache_goes_on_in_another_mode_of_autograd(name, first, later):
     model = shared_zoo_model(name)
     store = memory()
@@ -243,9 +243,10 @@ def test_cache_goes_on_in_another_mode_of_autograd(name, first, later):
         got = model(**new, past_key_values=cache, logits_to_keep=1).logits
         assert cache.report.reusable_tokens > 0
         assert cache.report.past_tokens == ids.shape[1]
-        cache.heal()
+        assert cache.heal(9) > 0
     token = prompt(1, 7)
     with MODES[first]():
+        assert cache.heal() == 0
         step = model(token, past_key_values=cache).logits
     with torch.no_grad():
         ids = torch.cat([whole["input_ids"], token], 1)

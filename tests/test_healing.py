@@ -240,19 +240,6 @@ def test_call_that_fails_leaves_every_byte_as_it_was(kind, bits, monkeypatch):
     assert bits or off(model, cache, ids) < 1e-5
 
 
-def test_cache_of_inference_mode_is_healed_outside_of_it_and_inside():
-    for kind in ("llama", "gemma3_text", "falcon_h1"):
-        model = tiny(kind)
-        with torch.inference_mode():
-            cache, ids = blended(model)
-        cache.heal(9)
-        with torch.inference_mode():
-            cache.heal(9)
-        assert cache.heal() == 0
-        with torch.inference_mode():
-            assert off(model, cache, ids) < 1e-5
-
-
 def test_state_that_records_its_past_is_healed_with_it():
     model = tiny("lfm2")
     cache, ids = blended(model)

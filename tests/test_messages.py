@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from hf_blend import BlendCache, PromptError
-from hf_blend.config import BlendConfig
-from hf_blend.evaluation.answering import FULL_PREFILL, Turn, build_request
-from hf_blend.evaluation.asking import Method, Pipeline, Question
+from hf_blend.evaluation.answering import Turn, build_request
 from hf_blend.prefill.report import warn_once
 from tests.asking import memory
 from tests.chat_templates import (
@@ -163,14 +161,3 @@ def test_turn_is_rendered_as_template_renders_whole_conversation(plain):
     assert made["chunks"] == ["DOC\n", "NEW\n"]
     said = "Question: Who?\nAnswer: Mara.\nQuestion: Where?\nAnswer: There.\n"
     assert made["question"] == f"{said}Question: When?\nAnswer:"
-
-
-def test_asking_gives_answer_of_full_prefill_at_ratio_1_and_marks_documents_only(plain, store):
-    model, tokenizer = plain
-    asked = Question(QUESTION, build_request(tokenizer, [f"{text}\n\n" for text in DOCUMENTS], QUESTION, None))
-    ways = (FULL_PREFILL, Method("blend", BlendConfig(1.0)))
-    full, blend = (Pipeline(model, tokenizer, store).ask(asked, way, 6) for way in ways)
-    assert torch.equal(full.answer.input_ids, blend.answer.input_ids)
-    assert full.row["answer"] == blend.row["answer"]
-    shown = tokenizer.decode(full.answer.input_ids[: len(full.tokens)])
-    assert shown.rstrip().endswith("by this clock.")

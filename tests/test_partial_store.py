@@ -3,8 +3,6 @@
 """`ChunkStore.open(partial=0.25)`: what a loader made by hand gives, for every request, after a restart too."""
 
 import copy
-import os
-import signal
 from contextlib import nullcontext
 from itertools import pairwise
 
@@ -166,41 +164,6 @@ def test_further_prompt_behind_part_is_refused(model):
     more = cache.inputs(None, chunks=[CHUNKS[0]], question=[3, 4], prefix=first[0])
     with pytest.raises(ConfigError, match=r"behind .* tokens of which some layers loaded a part only.*reset\(\)"):
         model.generate(**more, past_key_values=cache, **GREEDY)
-
-
-@pytest.mark.parametrize("when", ["before the rename", "behind the rename"])
-def test_process_killed_while_it_writes_blocks_again_loses_none(model, tmp_path, when):
-    def opened():
-        return ChunkStore.open(tmp_path, partial=ANYHOW, memory_bytes=0)
-
-    with opened() as store:
-        asked(model, store)
-        _, expected = asked(model, store)
-        keys = store.add(model, None, CHUNKS)
-        child = os.fork()
-        if not child:
-            replace = os.replace
-            mine = opened()
-            chunks = [mine.get(key) for key in keys]
-
-            def killed(*paths):
-                if when == "behind the rename":
-                    replace(*paths)
-                os.kill(os.getpid(), signal.SIGKILL)
-
-            os.replace = killed
-            mine.layer_reader.write_blocks(chunks[0], range(chunks[0].tokens - 1, -1, -1))
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    with ChunkStore.open(tmp_path, partial=ANYHOW, memory_bytes=0) as store:
-        store.layer_reader.write_blocks = (
-            None  # they are there, in the old order or the new one, and need not be made again
-        )
-        cache, got = asked(model, store)
-        assert cache.report.computed_chunks == 0
-        assert not faults(store)
-        assert cache.report.partial["partial_layers"] > 0
-        assert when != "before the rename" or torch.equal(got, expected)
-        assert not list((tmp_path / "objects").rglob("*.tmp"))
 
 
 def test_chunks_in_blocks_are_read_whole_by_every_store_and_codec_rounds_them_as_elsewhere(model, tmp_path):

@@ -92,21 +92,6 @@ def test_new_tokens_are_seen_as_they_are_and_all_but_last_are_packed_behind_them
 
 
 @each_width
-@pytest.mark.parametrize("removed", [1, 100, 200])
-def test_crop_keeps_what_stands_before_and_goes_on(removed, bits):
-    left = 200 - removed
-    layer = filled(QuantisedLayer(bits))
-    kept = layer.keys[:, :, :left].clone()
-    layer.crop(-removed)
-    assert layer.get_seq_length() == left
-    assert torch.equal(layer.keys, kept)
-    keys, values = states(90, 5)
-    seen, _ = layer.update(keys, values)
-    assert torch.equal(seen[:, :, left:], keys)
-    assert layer.length == left + 90
-
-
-@each_width
 def test_snapshots_bring_back_same_bits_and_beams_are_reordered(bits):
     layer = filled(QuantisedLayer(bits))
     before = layer.values.clone()

@@ -4,13 +4,12 @@
 
 import json
 import logging
-import os
 
 import pytest
 
 from hf_blend import BlendCache, BlendConfig, ChunkStore
 from hf_blend.model.identity import fingerprint
-from hf_blend.recipes import DEFAULT, Recipe, Recipes
+from hf_blend.recipes import DEFAULT, Recipe
 from tests.asking import PIECES, memory, prefilled
 
 TUNED = Recipe({"selector": "boundary", "recompute_ratio": 0.3}, "tuned on 4 prompts")
@@ -75,37 +74,6 @@ def test_recipe_that_cannot_be_read_is_left_out_and_named(shared_model, store, t
         assert BlendCache(model, again).config == BlendConfig()
         assert BlendCache(model, again).config == BlendConfig()
     assert [record.getMessage().count(path.name) for record in caplog.records] == [1]
-
-
-def as_link(path):
-    path.rename(path.with_suffix(".real"))
-    path.symlink_to(path.with_suffix(".real"))
-
-
-def as_pipe(path):
-    path.unlink()
-    os.mkfifo(path)
-
-
-def as_device(path):
-    path.unlink()
-    path.symlink_to("/dev/zero")
-
-
-def as_folder(path):
-    path.unlink()
-    path.mkdir()
-
-
-@pytest.mark.parametrize("replace", [as_link, as_pipe, as_device, as_folder])
-def test_recipe_that_is_no_regular_file_is_left_out_and_named(replace, tmp_path, caplog):
-    Recipes(tmp_path).put("ab" * 32, TUNED)
-    [path] = tmp_path.glob("*.json")
-    assert path.stat().st_mode & 0o077 == 0
-    replace(path)
-    with caplog.at_level(logging.WARNING, "hf_blend"):
-        assert Recipes(tmp_path).get("ab" * 32, 4) is None
-    assert path.name in caplog.text
 
 
 def test_store_in_memory_keeps_recipe(shared_model):

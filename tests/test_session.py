@@ -83,17 +83,6 @@ def test_session_of_another_model_or_rope_is_refused_by_name(tmp_path):
         assert same(bits_of(cache), before)
 
 
-def test_other_files_are_refused(tmp_path):
-    cache = SequenceCache(MODEL)
-    (tmp_path / "text").write_text("hello")
-    (tmp_path / "link").symlink_to(tmp_path / "text")
-    for name in ("text", "link", "absent", "."):
-        with pytest.raises(StoreError):
-            load_session(cache, tmp_path / name)
-    with pytest.raises(StoreError, match="cannot be written"):
-        save_session(cache, tmp_path / "no" / "folder")
-
-
 def cell_that_is_not_there(state):
     state["sequence.0"][0, 0] = 10**6
 

@@ -6,8 +6,9 @@ Traps with tests elsewhere: KV-sharing layers and a norm behind the rotation (`t
 (`test_hooks`), windows that drop what a chunk needs (`test_capture`), scaling factors and short-regime chunks at layer
 0 (`test_realign`), a mask that is left out, since a causal kernel needs none (`test_masks`, `test_blend`), positions
 with gaps that flash attention takes for several sequences (`test_attention_kinds`), a scale by positions
-(`test_positions`), assisted decoding on a filled cache (`test_decoding`), the tensor by which it crops in transformers
-5.17 (`test_stock_cache`), casts and repacked weights of bitsandbytes (`test_quantised`, `test_fingerprint`).
+(`test_positions`), assisted decoding on a filled cache (`test_conformance`), the tensor by which it crops in
+transformers 5.17 (`test_stock_cache`), casts and repacked weights of bitsandbytes (`test_quantised`,
+`test_fingerprint`).
 """
 
 import copy

@@ -4,7 +4,6 @@
 
 import errno
 import logging
-import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import huggingface_hub
 import psutil
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_blend.errors import ConfigError, PromptError, StoreError
@@ -251,18 +250,6 @@ def test_key_of_another_namespace_is_never_answered(opened, chunk, same):
     assert [found.key for found in opened(namespace="a").find(*asked)] == [mine.key]
     assert len(opened()) == 0
     same(opened(namespace="b").get(theirs.key), theirs)
-
-
-@settings(max_examples=8)
-@given(namespace=st.text(max_size=50), fingerprint=st.text(st.characters(exclude_categories=["Cs"]), max_size=50))
-def test_paths_are_hex_whatever_user_types(tmp_path_factory, chunk, files, namespace, fingerprint):
-    root = tmp_path_factory.mktemp("store")
-    store = ChunkStore.open(root, namespace=namespace, durability="none", memory_bytes=0)
-    stored = chunk(namespace=namespace, fingerprint=fingerprint)
-    store.put(stored)
-    (path,) = files(root)
-    assert store.get(stored.key)
-    assert re.fullmatch(r"[0-9a-f]{16}/[0-9a-f]{64}\.safetensors", path)
 
 
 def test_neither_files_nor_logs_hold_namespace(opened, root, chunk, files, caplog):
