@@ -55,14 +55,15 @@ RULES = (
     "expected-error",
     "stored-importance",
 )
+DEFAULT = f"{BlendConfig.selector}@text={BlendConfig.recompute_ratio}"
 METHODS = (
     "none=0",
     "none@text=0",
     *(f"{rule}@text={charge}" for charge in reversed(CHARGES) for rule in RULES),
+    DEFAULT,
     "kv-deviation=0.15",
 )
 UNIT = METHODS[0]
-DEFAULT = f"{BlendConfig.selector}@text={CHARGES[-1]}"
 FAMILIES = {"smollm2": "Llama", **{name: parted.family for name, parted in parted_models.PARTED.items()}}
 PASSAGES = 6
 SEED = 7

@@ -29,7 +29,7 @@ from .rows import CHUNKS, QUESTION, read_rows
 from .summary import interval, share_interval
 
 SELECTORS = ("stored-importance", "expected-error", "ramp")
-RATIOS = (0.05, 0.1, 0.15)
+RATIOS = (0.05, 0.15, 0.3)
 LEAVE = 0.35  # of the KL divergence of reuse behind BOS alone
 LEAST_KL = 1e-6  # nats: where full reuse loses no more, there is nothing to repair
 BUNDLED_PAGES = 6  # of the handbook, in one prompt

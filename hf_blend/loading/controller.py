@@ -30,7 +30,7 @@ def advise(
     chunk_tokens: Sequence[int],
     bytes_s: Sequence[float],
     *,
-    least_ratio: float = 0.15,
+    least_ratio: float = 0.3,
     num_layers: int = 1,
 ) -> Advice:
     """Choose the recompute ratio of a request, and which of its chunks to load, each at its bytes a second."""
