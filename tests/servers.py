@@ -28,9 +28,9 @@ class Server:
         self.start()
 
     def start(self) -> None:
-        """Start it, empty, and wait until it answers."""
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        self.process = subprocess.Popen(self.command, cwd=self.folder, **quiet)
+        """Start it, empty, and wait until it answers; what it says goes to `log` in its folder."""
+        with (self.folder / "log").open("ab") as log:
+            self.process = subprocess.Popen(self.command, cwd=self.folder, stdout=log, stderr=log)
         for _ in range(20 * self.patience_s):
             with socket.socket() as tried:
                 if tried.connect_ex(("127.0.0.1", self.port)) == 0:

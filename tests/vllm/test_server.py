@@ -4,6 +4,7 @@
 
 import importlib.util
 import json
+import re
 import sys
 import time
 from collections import Counter
@@ -31,20 +32,21 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-# Counters of vLLM: tokens found in its own prefix cache, and those of the connector
-HITS = "vllm:prefix_cache_hits_total"
-BLENDED = "vllm:hf_blend_blended_requests_total"
-FAILED = "vllm:hf_blend_failed_requests_total"
-COMPUTED_CHUNKS = "vllm:hf_blend_computed_chunks_total"
+HITS = "vllm:prefix_cache_hits_total"  # tokens found in vLLM's own prefix cache
+# What the connector's log says
+BLENDED = " is blended: "
+FAILED = " is computed by vLLM: "
+COMPUTED_CHUNKS = r"chunks loaded, (\d+) computed;"
 
 
 class Chats:
     """A client of OpenAI's for a server of vLLM that has the connector and caches prefixes."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, server: Server) -> None:
         import openai
 
-        self.url = f"http://127.0.0.1:{port}"
+        self.url = f"http://127.0.0.1:{server.port}"
+        self._log = server.folder / "log"
         self._client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=300, max_retries=0)
 
     def ask(self, fields: dict[str, Any], *, stream: bool = False) -> dict[str, Any]:
@@ -87,7 +89,7 @@ class Chats:
         }
 
     def counters(self) -> Counter[str]:
-        """Read what vLLM has counted, once a step's counts are there."""
+        """Count what vLLM and its log say, once those of a step are there."""
         import httpx
         from prometheus_client.parser import text_string_to_metric_families
 
@@ -95,9 +97,11 @@ class Chats:
         counted = Counter[str]()
         for family in text_string_to_metric_families(httpx.get(f"{self.url}/metrics").text):
             for sample in family.samples:
-                counted[sample.name] += (
-                    int(sample.value) if sample.name in (HITS, BLENDED, FAILED, COMPUTED_CHUNKS) else 0
-                )
+                counted[sample.name] += int(sample.value) if sample.name == HITS else 0
+        log = self._log.read_text()
+        for words in (BLENDED, FAILED):
+            counted[words] = log.count(words)
+        counted[COMPUTED_CHUNKS] = sum(map(int, re.findall(COMPUTED_CHUNKS, log)))
         return counted
 
 
@@ -128,7 +132,7 @@ def chats(model, tmp_path_factory):
 
     server = Server(command, folder, patience_s=600)
     try:
-        chats = Chats(server.port)
+        chats = Chats(server)
         # Until a first prompt was compared, nothing is blended
         chats.ask({"messages": [{"role": "user", "content": "Name the seven days of a week, and the twelve months."}]})
         yield chats

@@ -13,7 +13,6 @@ Nothing is blended before a prompt that vLLM has computed was computed by transf
 
 import logging
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +20,6 @@ from typing import Any, Self
 
 import torch
 import vllm
-from prometheus_client import Counter as PromCounter
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -31,12 +29,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.metrics.utils import create_metric_per_engine
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
@@ -68,14 +64,6 @@ SETTINGS: dict[str, Any] = {
 
 CHECKED_TOKENS = 256  # of the prompt by which vLLM and transformers are compared
 LEAST_CHECKED = 16
-
-COUNTERS = {
-    "blended_requests": "Requests whose documents were blended.",
-    "failed_requests": "Requests with documents that were left to vLLM because a blend failed.",
-    "reused_tokens": "Tokens of prompts whose stored K and V were used.",
-    "recomputed_tokens": "Tokens of stored chunks in prompts that were computed again.",
-    "computed_chunks": "Chunks that were not stored and were computed.",
-}
 
 # What is read of vLLM's objects; beside it the methods of the connectors are checked, and imports by their names
 CONFIG_ATTRIBUTES = (
@@ -156,46 +144,6 @@ class Comparison(KVConnectorWorkerMetadata):
         return self
 
 
-class BlendStats(KVConnectorStats):
-    """Counts of some steps, by the names of `COUNTERS`."""
-
-    def reset(self) -> None:
-        """Begin at 0."""
-        self.data = dict[str, Any]()
-
-    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add those of other steps."""
-        self.data = dict(Counter(self.data) + Counter(other.data))
-        return self
-
-    def reduce(self) -> dict[str, int | float]:
-        """Return what vLLM writes in its log."""
-        return dict(self.data)
-
-    def is_empty(self) -> bool:
-        """Return True if nothing was counted."""
-        return not any(self.data.values())
-
-
-class BlendMetrics(KVConnectorPromMetrics):
-    """The counters `vllm:hf_blend_…` of each engine."""
-
-    def __init__(
-        self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, Any]
-    ) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        counter_type = metric_types[PromCounter]
-        self._counters = {}
-        for name, text in COUNTERS.items():
-            counter = counter_type(f"vllm:hf_blend_{name}", text, labelnames)
-            self._counters[name] = create_metric_per_engine(counter, per_engine_labelvalues)
-
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Count what some steps did."""
-        for name, count in transfer_stats_data.items():
-            self._counters[name][engine_idx].inc(count)
-
-
 class BlendConnector(KVConnectorBase_V1):
     """Blends stored chunks into vLLM's blocks: what both of its forms, `Scheduler` and `Worker`, have.
 
@@ -223,18 +171,6 @@ class BlendConnector(KVConnectorBase_V1):
         self._config = BlendConfig.from_dict(blend_settings)
         self._allows_copy = settings["allow_copy"]
         self._stores = Stores(settings)
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> BlendStats:
-        """Make of counts what vLLM can add up."""
-        return BlendStats(data or {})
-
-    @classmethod
-    def build_prom_metrics(
-        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, Any]
-    ) -> BlendMetrics:
-        """Make the counters of vLLM's registry."""
-        return BlendMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Promise no tokens."""
@@ -402,7 +338,6 @@ class Worker(BlendConnector):
         self._finished: set[str] = set()
         self._failed: set[int] = set()
         self._comparison: Comparison | None = None
-        self._counted = Counter[str]()
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         """Make the model that computes, of the one of who calls this."""
@@ -442,24 +377,16 @@ class Worker(BlendConnector):
             # Blend
             store = self._stores.open(load.documents.tenant)
             blended, report = self._blend(load.ids, load.documents.spans, store)
-            logger.debug("request %s is blended: %s", load.request_id, report)
 
             # Write all tokens but those that vLLM has, and the last one, which it runs itself
             stop = len(load.ids) - 1
             slots = self._slots(load.blocks, load.start, stop)
             for layer, (keys, values) in zip(self._layers, blended, strict=True):
                 _write(layer, layer.kv_cache, keys[load.start : stop], values[load.start : stop], slots)
-
-            # Count
-            stored_tokens = report.exact_tokens + report.reusable_tokens
-            self._counted["blended_requests"] += 1
-            self._counted["computed_chunks"] += report.computed_chunks
-            self._counted["reused_tokens"] += report.reused_tokens
-            self._counted["recomputed_tokens"] += stored_tokens - report.reused_tokens
+            logger.info("request %s is blended: %s", load.request_id, report)
         except Exception as error:
             logger.warning("request %s is computed by vLLM: %s: %s", load.request_id, type(error).__name__, error)
             self._failed.update(load.blocks[load.start // self._block_size :])
-            self._counted["failed_requests"] += 1
         self._finished.add(load.request_id)
 
     @torch.inference_mode(False)
@@ -517,12 +444,6 @@ class Worker(BlendConnector):
         comparison = self._comparison
         self._comparison = None
         return comparison
-
-    def get_kv_connector_stats(self) -> BlendStats | None:
-        """Say what was done since the last call."""
-        counted = self._counted
-        self._counted = Counter()
-        return BlendStats(dict(counted)) if counted else None
 
     def _distance(self, layer: Any, cached: Any, blocks: list[int]) -> float:
         """Measure how far K and V of a layer in vLLM's blocks are from those cached, as a share of their norm.
@@ -628,8 +549,6 @@ def check_interface(vllm_config: Any) -> None:
     request = Request("", [0], SamplingParams(), None)
     missing = [
         *missing_methods(KVConnectorBase_V1, (BlendConnector, Scheduler, Worker)),
-        *missing_methods(KVConnectorStats, (BlendStats,)),
-        *missing_methods(KVConnectorPromMetrics, (BlendMetrics,)),
         *missing_attributes(vllm_config, CONFIG_ATTRIBUTES),
         *missing_attributes(request, REQUEST_ATTRIBUTES),
         *missing_fields(NewRequestData, NEW_REQUEST_FIELDS),
