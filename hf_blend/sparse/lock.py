@@ -57,7 +57,6 @@ class SparseMetrics:
     full_rounds: int = 0
     proposed: int = 0
     accepted: int = 0
-    dense_steps: int = 0
 
 
 class SelectionLock:

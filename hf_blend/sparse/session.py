@@ -131,7 +131,6 @@ class SparseSession:
                 keys, values = layer.blocks.attended(selection)
                 columns = selection.columns(total, self.config.block_tokens)
                 return keys, values, cut_mask(mask, columns, query, total, name)
-            self.metrics.dense_steps += 1
         return None
 
     def _selection(self, layer: _Layer, query: Tensor, past: int) -> Selection | None:

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verified chunks ready to use, in memory, and the counts of what happened in a store."""
 
-import contextlib
 import logging
 import threading
 import time
@@ -132,20 +131,11 @@ class StoreStats:
     """Counts that threads may share, grouped as `hits`, `misses` and so on."""
 
     def __init__(self) -> None:
-        self._counts: defaultdict[tuple[str, str], float] = defaultdict(int)
+        self._counts: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._lock = threading.RLock()
         self._warned: dict[str, float] = {}
 
-    @contextlib.contextmanager
-    def timed(self, stage: str, name: str) -> Iterator[None]:
-        """Add the seconds that a block takes to a stage such as "load_seconds", under a name."""
-        began_s = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.count(stage, name, time.perf_counter() - began_s)
-
-    def count(self, group: str, name: str, by: float = 1) -> None:
+    def count(self, group: str, name: str, by: int = 1) -> None:
         """Add to one count."""
         with self._lock:
             self._counts[group, name] += by

@@ -27,8 +27,7 @@ from .tiers.base import BytesSource, EntryFault, Source, Tier
 from .tiers.disk import DiskTier
 
 logger = logging.getLogger(__name__)
-_COUNTED = (*("hits", "misses", "loaded_bytes", "load_failures", "stored", "store_failures", "evicted", "removed"),)
-_TIMED = ("load_seconds", "store_seconds")
+_COUNTED = ("hits", "misses", "load_failures", "stored", "store_failures", "evicted", "removed")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _PAGE = 500  # entries that are read before they are listed
 _LIST_S = 0.2  # that one search spends on entries of tiers on other machines that are not in the index
@@ -162,7 +161,7 @@ class Store:
     def load(self, tier: Tier, key: ChunkKey, decode: Decode) -> tuple[ChunkKV | None, str]:
         """Open and decode an entry of one tier; returns a chunk and "", or None and the reason."""
         name, deletions = self.name(key.digest), self._deletions
-        with self.counts.timed("load_seconds", tier.name), contextlib.ExitStack() as opened:
+        with contextlib.ExitStack() as opened:
             try:
                 source = tier.open(name)
                 if source is None:
@@ -185,7 +184,6 @@ class Store:
     def read(self, entry: OpenEntry, layout: Layout | None) -> ChunkKV:
         """Read all of an entry; nothing of it is used, or written to a nearer tier, before all of it was verified."""
         chunk = self.format.open(entry.source, entry.key, layout).read()
-        self.counts.count("loaded_bytes", entry.tier.name, chunk.nbytes)
         entry.source.close()
         return self.promote(chunk, entry)
 
@@ -388,13 +386,11 @@ class Store:
         """Count what happened since opening, and what is there now.
 
         Returns:
-            `hits`, `stored`, `evicted` and `loaded_bytes` (of K and V that were read) by tier, `misses` by reason,
-            `load_failures` by tier and reason, `store_failures` by error, `removed` by cause (corrupt,
-            orphans), `seconds` by stage and tier, `entries`,
-            and `bytes` and `capacity_bytes` by tier; those of the disk are of every namespace.
+            `hits`, `stored` and `evicted` by tier, `misses` by reason, `load_failures` by tier and reason,
+            `store_failures` by error, `removed` by cause (corrupt, orphans), `entries`, and `bytes` and
+            `capacity_bytes` by tier; those of the disk are of every namespace.
         """
         stats: dict[str, Any] = {name: self.counts.group(name) for name in _COUNTED}
-        stats["seconds"] = {stage: seconds for stage in _TIMED if (seconds := self.counts.group(stage))}
         stats["entries"] = len(self)
         levels: dict[str, MemoryCache | Capacity] = {"memory": self.memory, **self.capacities}
         stats["bytes"] = {name: level.nbytes for name, level in levels.items()}
@@ -403,7 +399,6 @@ class Store:
 
     def close(self) -> None:
         """Let go of memory and connections; closing twice is allowed."""
-        self.layer_reader.close()
         for tier in self.tiers:
             tier.close()
         self.memory.clear()
@@ -466,8 +461,7 @@ class Store:
         name = self.name(key.digest)
         try:
             if replaces or not tier.contains(name):
-                with self.counts.timed("store_seconds", tier.name):
-                    self._put(tier, key, parts())
+                self._put(tier, key, parts())
                 self.counts.count("stored", tier.name)
             elif key.digest not in self.index and (stat := tier.stat(name)):
                 self.index.add([Listed(key, stat.nbytes, stat.created)])

@@ -143,9 +143,6 @@ class LayerReader:
         """Give a chunk whose layers are read when they are used, as `Store.stream` says."""
         raise NotImplementedError
 
-    def close(self) -> None:
-        """Finish what is under way."""
-
 
 class StreamReader(LayerReader):
     """Gives chunks before their layers are read."""
@@ -170,11 +167,9 @@ class StreamReader(LayerReader):
         def read(index: int) -> Sequence[KV]:
             nonlocal least_bytes
             began_s = time.perf_counter()
-            with store.counts.timed("load_seconds", tier.name):
-                layers = contents.layers(index, least_bytes)
-            nbytes = sum(tensor.nbytes for states in layers for tensor in states)
-            store.counts.count("loaded_bytes", tier.name, nbytes)
+            layers = contents.layers(index, least_bytes)
             if tier.is_local:
+                nbytes = sum(tensor.nbytes for states in layers for tensor in states)
                 rate = nbytes / max(time.perf_counter() - began_s, 1e-6)
                 least_bytes = min(READ_BYTES, 2 * nbytes, int(rate * READ_S))
             return layers

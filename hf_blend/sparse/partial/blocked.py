@@ -113,8 +113,7 @@ class BlockReader(EntryReader):
         super().__init__(source, key, layout)
         if self.in_blocks:
             self._read_order()
-            self.data_start = self._layer_start(0)
-            self.loaded_bytes = self.data_start
+            self.loaded_bytes = self._layer_start(0)
 
     @property
     def in_blocks(self) -> bool:
@@ -149,13 +148,13 @@ class BlockReader(EntryReader):
             count = 2 * self.heads * len(self.layer_table) * self.blocks
             if not count or plan.shape != (count, tensor_digest().digest_size):
                 raise EntryFault("format", f"{plan.shape} digests of blocks are not those of {self.layout!r:.120}")
-        self._back = self.order.argsort()
+        self.back = self.order.argsort()  # where in the entry each token of the chunk is
 
     def _states(self, take: Callable[[str], Tensor], index: int) -> tuple[Tensor, ...]:
         states = super()._states(take, index)
         if not self.in_blocks:
             return states
-        return tuple(tensor.index_select(1, self._back) for tensor in states)
+        return tuple(tensor.index_select(1, self.back) for tensor in states)
 
     @property
     def block_bytes(self) -> int:

@@ -25,7 +25,6 @@ class PartialLayers(LazyLayers):
         self.reader = reader
         self._replace = replace  # computes the chunk after a fault
         self._instead: ChunkKV | None = None
-        self._back = reader.order.argsort()
         self._whole: dict[int, KV] = {}  # by layer
 
     def __len__(self) -> int:
@@ -57,7 +56,7 @@ class PartialLayers(LazyLayers):
         if self._instead is None:
             try:
                 states = self.reader.read_blocks(layer, which, heads, blocks)
-                return states.index_select(1, self._back) if is_all else states
+                return states.index_select(1, self.reader.back) if is_all else states
             except FAULTS as fault:
                 self._instead = self._replace(fault, self.recompute)
         states = self._instead.layers[layer][which][list(heads)]
