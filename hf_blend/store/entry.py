@@ -129,14 +129,6 @@ class Header:
             raise EntryFault("format", f"the header of {len(raw)} bytes is not what its content says")
         return header
 
-    @staticmethod
-    def peek(raw: bytes, kinds: Sequence[str]) -> dict[str, Any]:
-        """Parse a header whose seal fits; what it says is still to be proved."""
-        _check_sealed(raw, _kind_of(raw, kinds))
-        with as_fault("the header"):
-            rows: dict[str, Any] = json.loads(raw[8:])
-            return rows
-
     @cached_property
     def nbytes(self) -> int:
         """Size of all tensors in bytes."""
@@ -428,8 +420,9 @@ def read_key(source: Source, namespace: str, kinds: Sequence[str] = (KIND,)) -> 
     Listing does this for each entry; the whole header is checked when its chunk is read.
     """
     raw = read_raw_header(source)
-    rows: dict[str, Any] = Header.peek(raw, kinds)
+    _check_sealed(raw, _kind_of(raw, kinds))
     with as_fault("the header"):
+        rows = json.loads(raw[8:])
         about = rows["__metadata__"]
         digest, fingerprint, space = str(about["key"]), str(about["fingerprint"]), str(about["namespace"])
         tokens, prefix = int(rows["token_ids"]["shape"][0]), int(rows["chunk_prefix_ids"]["shape"][0])

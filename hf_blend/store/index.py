@@ -390,29 +390,33 @@ class ChunkIndex:
         prompt = ids.tobytes()
         behind = hashes(ids, BEHIND)
         for width, is_whole in sorted(self._windows):
-            found = _salted(hashes(ids, width), group, width, is_whole)
-            first = np.searchsorted(self._sorted, found)
-            hits = np.flatnonzero(self._sorted.take(first, mode="clip") == found) if len(self._sorted) else ()
-            covered: dict[int, int] = {}  # until where a window was compared: a text that repeats itself costs once
-            for start in map(int, hits):
-                window = int(found[start])
-                if start < covered.get(window, 0):
+            # The rows with the window that is at each position of the prompt
+            windows = _salted(hashes(ids, width), group, width, is_whole)
+            first = np.searchsorted(self._sorted, windows)
+            last = np.searchsorted(self._sorted, windows, "right")
+            compared: dict[int, int] = {}  # up to where, by window: a text that repeats itself costs once
+            for start in np.flatnonzero(first < last).tolist():
+                window = int(windows[start])
+                if start < compared.get(window, 0):
                     continue
-                last = int(np.searchsorted(self._sorted, found[start], "right"))
-                rows = self._rows[self._order[first[start] : last]]
+                rows = self._rows[self._order[first[start] : last[start]]]
                 if is_whole:
                     yield from filter(is_usable, self._whole(rows, prompt, start))
                     continue
+
+                # Of very many chunks alike those come first whose tokens behind the window are the prompt's, too
                 if len(rows) > _MOST_ALIKE:
                     yield from filter(is_usable, self._whole_among_many(rows, prompt, start))
-                    next_hash = behind[start + width] if start + width < len(behind) else np.uint64(0)
+                    next_hash = behind[start + width] if start + width < len(behind) else 0
                     rows = rows[np.argsort(rows["behind"] != next_hash, kind="stable")][:_MOST_ALIKE]
+
+                # The longest run that can be used
                 runs = [run_around(self._chunk_ids(row), prompt, start, int(row["offset"])) for row in rows]
-                for run in sorted(runs, key=lambda run: -run.tokens):
-                    if run.is_worth_reading and is_usable(run):
-                        covered[window] = run.stop
-                        yield run
-                        break
+                runs.sort(key=lambda run: -run.tokens)
+                longest = next((run for run in runs if run.is_worth_reading and is_usable(run)), None)
+                if longest is not None:
+                    compared[window] = longest.stop
+                    yield longest
 
     def _whole(self, rows: np.ndarray, prompt: bytes, start: int) -> Iterator[Run]:
         """Give the chunks all of whose tokens are at a position of a prompt."""

@@ -530,41 +530,47 @@ class Store:
     def _list(self, thorough: bool = False) -> dict[str, list[str]]:
         """Bring the index in step with the tiers, and give the names that were listed, by tier.
 
-        Other processes append what they put. A tier on this machine is listed when its log is older than the last
-        change of it, or another one than before, and with `thorough`; others each time, as of some seconds ago.
+        Other processes append to the log what they put. So a tier on this machine is listed only if the log is
+        another one than before, or is older than the tier's last change; a tier on another machine, which has no log,
+        if it was asked again since. With `thorough` all are listed.
         """
+        is_current = self._is_log_current()
         names: dict[str, list[str]] = {tier.name: [] for tier in self.tiers}
-        is_listed = self._is_listed
-        with contextlib.suppress(OSError):
-            is_same = self.index.refresh()
-            is_listed = is_same and (is_listed or self.index.is_current(self._changed_s()))
-        is_whole = True
+        is_complete = True
         for tier in self.tiers:
-            if is_listed and not thorough and tier.is_local:
-                continue
             try:
-                listed_s = 0.0 if tier.is_local else tier.changed_s(f"{self._space}/")
-                if is_listed and not thorough and self._listed_s.get(tier.name) == listed_s:
+                asked_s = 0.0 if tier.is_local else tier.changed_s(f"{self._space}/")
+                is_known = tier.is_local or self._listed_s.get(tier.name) == asked_s
+                if is_current and is_known and not thorough:
                     continue
                 names[tier.name] = list(tier.names(f"{self._space}/"))
-                if self._list_unknown(tier, names[tier.name], math.inf if tier.is_local or thorough else _LIST_S):
-                    self._listed_s[tier.name] = listed_s
+                most_s = math.inf if tier.is_local or thorough else _LIST_S
+                if self._add_unknown(tier, names[tier.name], most_s):
+                    self._listed_s[tier.name] = asked_s
             except OSError as error:
-                is_whole = False
+                is_complete = False
                 logger.info("the %s tier cannot be listed now (%s)", tier.name, error)
-        if is_whole and (thorough or not is_listed):
+
+        # Forget what no tier has any more
+        if is_complete and (thorough or not is_current):
             kept = [name[-64:] for listed in names.values() for name in listed]
             kept += self.memory.digests()
             with contextlib.suppress(OSError):
                 self.index.keep_only(kept)
                 self.index.touch()
-        self._is_listed = self._is_listed or is_whole
+        self._is_listed = self._is_listed or is_complete
         return names
 
-    def _changed_s(self) -> float:
-        return max((tier.changed_s(f"{self._space}/") for tier in self.tiers if tier.is_local), default=0.0)
+    def _is_log_current(self) -> bool:
+        """Read what others appended to the log; say whether it has all that is in the tiers on this machine."""
+        try:
+            is_same = self.index.refresh()
+            changes_s = [tier.changed_s(f"{self._space}/") for tier in self.tiers if tier.is_local]
+        except OSError:
+            return self._is_listed
+        return is_same and (self._is_listed or self.index.is_current(max(changes_s, default=0.0)))
 
-    def _list_unknown(self, tier: Tier, names: list[str], most_s: float) -> bool:
+    def _add_unknown(self, tier: Tier, names: list[str], most_s: float) -> bool:
         """Add entries to the index whose chunks are not known, from their headers; skip those that cannot be read.
 
         False if the time was over before all were read.

@@ -21,7 +21,7 @@ from typing import Any
 from filelock import FileLock
 
 from ...errors import StoreError
-from .base import EntryFault, ObjectStat, Tier, as_fault, check_name
+from .base import EntryFault, ObjectStat, Tier, as_fault, check_name, is_name
 
 _MAX_CALL_BYTES = 1 << 30
 _MOST_JSON_BYTES = 1 << 16
@@ -209,21 +209,16 @@ class DiskTier(Tier):
 
     def names(self, prefix: str = "") -> Iterator[str]:
         """Walk over the names that begin so; what they lead to is not looked at."""
-        for folder in self._folders(prefix):
-            for entry in _entries(folder):
-                if _is_file_name(entry.name):
-                    yield f"{folder.name}/{entry.name[:64]}"
+        for name, _ in self._entries(prefix):
+            yield name
 
     def listing(self, prefix: str = "") -> Iterator[tuple[str, ObjectStat]]:
         """Walk over every object whose name begins so."""
-        for folder in self._folders(prefix):
-            for entry in _entries(folder):
-                if _is_file_name(entry.name):
-                    with contextlib.suppress(FileNotFoundError):
-                        info = entry.stat(follow_symlinks=False)
-                        if stat.S_ISREG(info.st_mode):
-                            found = ObjectStat(info.st_size, info.st_mtime, info.st_atime)
-                            yield f"{folder.name}/{entry.name[:64]}", found
+        for name, entry in self._entries(prefix):
+            with contextlib.suppress(FileNotFoundError):
+                info = entry.stat(follow_symlinks=False)
+                if stat.S_ISREG(info.st_mode):
+                    yield name, ObjectStat(info.st_size, info.st_mtime, info.st_atime)
 
     def changed_s(self, prefix: str) -> float:
         """Say when a file of a namespace came or went last."""
@@ -265,13 +260,15 @@ class DiskTier(Tier):
         """Say where an object is kept."""
         return self.root / "objects" / f"{check_name(name)}{_SUFFIX}"
 
-    def _folders(self, prefix: str) -> list[Path]:
-        """Give the folders of the namespaces whose names begin so."""
-        folders = []
-        for entry in _entries(self.root / "objects"):
-            if entry.name.startswith(prefix[:16]) and entry.is_dir(follow_symlinks=False):
-                folders.append(Path(entry.path))
-        return folders
+    def _entries(self, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
+        """Walk over names of objects in the folders of namespaces that begin so, and what has these names."""
+        for folder in _entries(self.root / "objects"):
+            if not folder.name.startswith(prefix[:16]) or not folder.is_dir(follow_symlinks=False):
+                continue
+            for entry in _entries(folder):
+                name = f"{folder.name}/{entry.name.removesuffix(_SUFFIX)}"
+                if entry.name.endswith(_SUFFIX) and is_name(name):
+                    yield name, entry
 
     def _make_folder(self, folder: Path) -> None:
         """Make a directory that only we may read; nothing is written behind a link."""
@@ -285,12 +282,7 @@ class DiskTier(Tier):
                 raise NotADirectoryError(f"{folder} is a link or a file, and nothing is written behind it") from None
 
 
-def _is_file_name(name: str) -> bool:
-    """Say whether a file has the name of an entry: 64 hex digits and the suffix."""
-    return len(name) == 64 + len(_SUFFIX) and name.endswith(_SUFFIX) and not name[:64].strip("0123456789abcdef")
-
-
-def _entries(folder: Path) -> list[os.DirEntry[str]]:
+def _entries(folder: Path | os.DirEntry[str]) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as entries:
             return list(entries)
