@@ -89,10 +89,12 @@ def test_facts_of_another_state_are_not_used(change, kept):
     assert found_facts(other) == {} or change in ("weights", "attention")
 
 
-@pytest.mark.parametrize("library", ["hf_blend", "torch", "transformers", "check", "device"])
+@pytest.mark.parametrize("library", ["hf_blend", "code", "torch", "transformers", "check", "device"])
 def test_facts_of_another_version_are_not_used(library, kept, monkeypatch):
     if library == "hf_blend":
         monkeypatch.setattr(facts, "__version__", "0.0.0")
+    elif library == "code":
+        monkeypatch.setattr(facts, "_last_written", lambda: 0)
     elif library == "check":
         monkeypatch.setitem(CHECKS, "another", replace(CHECKS["causal"], name="another"))
     elif library == "device":

@@ -2,15 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What probes and the self-test found out about a model, kept beside a store: a second process begins at once.
 
-A file holds the facts of one model in one state: fingerprint, device, dtype, attention, and the versions of the
-libraries that computed. Only a self-test that was passed is kept. What is damaged, or of another state, is left out,
-and the model is tested again. Facts are of the code that was run as it was released: the canary of each chunk is
-compared with what the model computes now, whatever a file says.
+A file holds the facts of one model in one state: fingerprint, device, dtype, attention, the versions of the libraries
+that computed, and when this package's code was last written, so that edited code tests its models again. Only a
+self-test that was passed is kept. What is damaged, or of another state, is left out, and the model is tested again.
 """
 
 import hashlib
 import json
 import logging
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +72,16 @@ def _state(model: nn.Module) -> dict[str, Any]:
         "dtype": str(model.dtype),
         "attention": str(text_config(model)._attn_implementation),
         "versions": [__version__, torch.__version__, transformers.__version__],
+        "code": _last_written(),
         "checks": sorted(check.name for check in CHECKS.values() if check.first_use),
     }
+
+
+@cache
+def _last_written() -> int:
+    """When the newest file of this package's code was written, in nanoseconds; the version says nothing of edits."""
+    package = Path(__file__).parents[1]
+    return max(path.stat().st_mtime_ns for path in package.rglob("*.py"))
 
 
 def _path(store: Path, state: dict[str, Any]) -> Path:
