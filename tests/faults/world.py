@@ -4,7 +4,7 @@
 
 Everything that a store hands out is compared with `oracle`, which shares no code with it. Where a codec rounds, what
 came out of the undamaged store is held against the truth once, within the step of the codec, and from then on bit for
-bit against itself.
+bit against itself. So it is with links of chains, which healing computes in blocks of its own.
 """
 
 import random
@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 
+from hf_blend import BlendCache
 from hf_blend.prefill.pipeline import Pipeline
 from hf_blend.store import ChunkKey, ChunkKV, ChunkStore
+from hf_blend.store.chunk import CHAIN
 from hf_blend.store.stream import StreamedLayers
 from tests.conftest import build_tiny_model
 
@@ -87,6 +89,7 @@ class World:
         self.chunks = [tuple(draw.randrange(3, 128) for _ in range(length)) for length in LENGTHS]
         truths = {ids: stock_kv(self.model, SINK, ids) for ids in self.chunks}
         self.shelves = {name: self._filled(name, self.model, truths, given) for name, given in SHELVES.items()}
+        self.shelves["chains"] = self._chains()
 
     @cached_property
     def deep(self) -> ModelCache:
@@ -98,8 +101,31 @@ class World:
 
     def shelf(self, draw: random.Random) -> tuple[str, ModelCache]:
         """One of all, with its name."""
-        name = draw.choices(["plain", "int8", "deep"], [10, 5, 3])[0]
+        name = draw.choices(["plain", "int8", "chains", "deep"], [10, 5, 5, 3])[0]
         return name, self.deep if name == "deep" else self.shelves[name]
+
+    def _chains(self) -> ModelCache:
+        """Links of two chains that begin alike, as healing stores them."""
+        folder = self.folder / "chains"
+        settings = {"memory_bytes": 0}
+        shelf = ModelCache(folder, settings, ChunkStore.open(folder, durability="none", **settings))
+        for chunks in (self.chunks[:4], [*self.chunks[:2], *self.chunks[4:]]):
+            cache = BlendCache(self.model, shelf.store, chains=True)
+            ids = cache.inputs(None, prefix=[1, 3, 4], chunks=[list(ids) for ids in chunks], question=[80, 81, 82])
+            self.model(**ids, past_key_values=cache, logits_to_keep=1)
+            cache.heal()
+        for digest in shelf.store.index.digests():
+            listed = shelf.store.index.get(digest)
+            if listed is None or not listed[0].fingerprint.endswith(CHAIN):
+                continue
+            got = shelf.store.get(listed[0])
+            assert got is not None
+            truth = stock_kv(self.model, got.key.chunk_prefix_ids, got.key.token_ids)
+            for mine, theirs in zip((*got.layers, *got.tables), (*truth.layers, truth.table), strict=True):
+                torch.testing.assert_close(mine, theirs)
+            (path,) = (folder / "objects").rglob(f"*{digest}*.safetensors")
+            shelf.entries.append(Entry(got, replace(got, layers=tuple(got.layers)), path, path.read_bytes()))
+        return shelf
 
     def _filled(
         self, name: str, model: Any, truths: dict[tuple[int, ...], Truth], settings: dict[str, Any]
