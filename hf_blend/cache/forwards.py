@@ -39,7 +39,7 @@ from ..prefill.report import (
 from ..prefill.request import PendingPrompt, Request
 from ..selectors.base import Receive
 from .chains import link_ends
-from .guards import CacheCall, GuardedCache, check_length, refuse
+from .guards import GuardedCache, check_length, refuse
 from .state import ASK_AGAIN, BlendState
 
 
@@ -181,17 +181,15 @@ class CacheForwards:
         is_expected = past > 0 and not is_step and state.pending.expects(ids, past)
         self.is_prompt = not past or begins_turn or is_expected or not (is_step or state.is_recording)
         refuse(
-            CacheCall(
-                model=state.model,
-                layers=state.info.layers,
-                arguments=arguments,
-                past=past,
-                past_rows=state.kv.batch_size,
-                kv=state.kv.all,
-                begins_turn=begins_turn,
-                is_expected=is_expected,
-                advice=ASK_AGAIN,
-            )
+            model=state.model,
+            layers=state.info.layers,
+            arguments=arguments,
+            past=past,
+            past_rows=state.kv.batch_size,
+            kv=state.kv.all,
+            begins_turn=begins_turn,
+            is_expected=is_expected,
+            advice=ASK_AGAIN,
         )
 
     def _set_author(self, past: int) -> Author:

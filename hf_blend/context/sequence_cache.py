@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from transformers import BatchEncoding
 
-from ..cache.guards import CacheCall, GuardedCache, check_length, refuse
+from ..cache.guards import GuardedCache, check_length, refuse
 from ..cache.layers import as_indices, check_negative
 from ..cache.session import layer_of
 from ..errors import ConfigError, PromptError, UnsupportedModelError
@@ -375,19 +375,17 @@ class SequenceCache(GuardedCache):
             is_expected = torch.equal(new[0].cpu(), expected[:width])
         is_recording = self.layers[0].record_past
         refuse(
-            CacheCall(
-                model=self.model,
-                layers=decoder_layers(self.model),
-                arguments=arguments,
-                past=held,
-                past_rows=int(held > 0),
-                kv=self.layers,
-                begins_turn=begins_turn,
-                is_expected=is_expected,
-                advice=CONTINUE,
-                next_position=self._table.next_position(self.active),
-                dropped=self.dropped,
-            )
+            model=self.model,
+            layers=decoder_layers(self.model),
+            arguments=arguments,
+            past=held,
+            past_rows=int(held > 0),
+            kv=self.layers,
+            begins_turn=begins_turn,
+            is_expected=is_expected,
+            advice=CONTINUE,
+            next_position=self._table.next_position(self.active),
+            dropped=self.dropped,
         )
         if expected is not None and is_expected and width < len(expected):
             self._expected = expected[width:]  # the rest comes in further forwards (prefill_chunk_size)
