@@ -114,9 +114,9 @@ def forget(model: nn.Module) -> None:
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """Find the decoder layers of a causal language model, in the order in which they run."""
-    count = getattr(text_config(model), "num_hidden_layers", None)
-    lists = _lists_of(decoder_of(model), count)
+    _, lists = _find_decoder(model)
     if len(lists) != 1:
+        count = getattr(text_config(model), "num_hidden_layers", None)
         raise UnsupportedModelError(
             f"{type(model).__name__} has {len(lists)} lists of {count} layers in its decoder, but exactly one is "
             "expected: the decoder layers. Blending cannot enter this model; use a decoder-only model for text."
@@ -126,11 +126,21 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 def decoder_of(model: nn.Module) -> nn.Module:
     """The module that holds the decoder layers: what `get_decoder` gives, or a module inside that (Llama 4)."""
+    decoder, _ = _find_decoder(model)
+    return decoder
+
+
+def _find_decoder(model: nn.Module) -> tuple[nn.Module, list[nn.ModuleList]]:
+    """A model's decoder, and the lists in it that have as many modules as the config has layers."""
     decoder: nn.Module = model.get_decoder() if hasattr(model, "get_decoder") else model
     count = getattr(text_config(model), "num_hidden_layers", None)
     base = getattr(model, "base_model", model)  # ModernBERT's decoder gives its head, Llama 4 the model itself
     inside = list(model.children()) if decoder is model else []
-    return next((module for module in (decoder, base, *inside) if _lists_of(module, count)), decoder)
+    for module in (decoder, base, *inside):
+        lists = [child for child in module.children() if isinstance(child, nn.ModuleList) and len(child) == count]
+        if lists:
+            return module, lists
+    return decoder, []
 
 
 @partial(per_model, encode=bool, decode=bool)
@@ -224,10 +234,6 @@ def has_indexer(layer: Any) -> bool:
 def keeps_nothing(layer: Any) -> bool:
     """Whether a cache layer of transformers is a place holder: of no attention, or of one over K and V of others."""
     return type(layer).__name__ == "DummyLayer"
-
-
-def _lists_of(module: nn.Module, count: int | None) -> list[nn.ModuleList]:
-    return [child for child in module.children() if isinstance(child, nn.ModuleList) and len(child) == count]
 
 
 def text_config(model: nn.Module) -> Any:

@@ -119,16 +119,24 @@ def observer(hook: Hook) -> Hook:
     return hook
 
 
-def refuse_foreign_hooks(modules: Iterable[nn.Module]) -> None:
-    """Refuse forward hooks that are neither ours nor the libraries'."""
-    everywhere = (torch_hooks._global_forward_pre_hooks, torch_hooks._global_forward_hooks)
-    hooked = [module for module in modules if module._forward_hooks or module._forward_pre_hooks]
-    placed = [
-        (hook, f"a {type(module).__name__}")
-        for module in hooked
-        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    ]
-    for hook, place in (*placed, *((hook, "every module") for hooks in everywhere for hook in hooks.values())):
+def _refuse_unseen_code(model: nn.Module, modules: Iterable[nn.Module]) -> None:
+    """Refuse compiled code, which hooks cannot enter, and forward hooks that are neither ours nor the libraries'."""
+    hooks: list[tuple[Any, str]] = []
+    for module in modules:
+        attributes = vars(module)
+        is_compiled = "_orig_mod" in module._modules or attributes.get("_compiled_call_impl") is not None
+        if is_compiled or hasattr(attributes.get("forward"), COMPILED_FORWARD):
+            place = "the model" if module is model else "a layer"
+            raise UnsupportedModelError(
+                f"{place} ({type(module).__name__}) is compiled, and hooks cannot enter compiled code. Give hf_blend "
+                "the model as it is before torch.compile or model.compile()."
+            )
+        if module._forward_hooks or module._forward_pre_hooks:
+            for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+                hooks.append((hook, f"a {type(module).__name__}"))
+    for everywhere in (torch_hooks._global_forward_pre_hooks, torch_hooks._global_forward_hooks):
+        hooks += [(hook, "every module") for hook in everywhere.values()]
+    for hook, place in hooks:
         inner = hook.func if isinstance(hook, functools.partial) else hook
         home = getattr(inner, "__module__", None) or type(inner).__module__
         name = getattr(inner, "__qualname__", type(inner).__qualname__)
@@ -374,13 +382,15 @@ class _Record:
     form: tuple[Any, ...] = ()  # what is compared in each call besides the tensors
     structure: str = ""  # digest of config, classes, dtypes and adapters
     weights: str = ""  # digest of all weights; empty: never read
+    fingerprint: str = ""  # of structure and weights; empty: not made since one of them changed
     # Of the tensors when they were read
     locations: list[tuple[Any, ...]] = field(default_factory=list)
     samples: list[Tensor] = field(default_factory=list)
     state: int = 0  # how many changes were noticed
-    # What shows at a glance, and PEFT's modules, a part of it; None: it has to be looked at as a whole
+    # What shows at a glance; None: it has to be looked at as a whole
     outline: tuple[Any, ...] | None = None
-    tuners: list[nn.Module] = field(default_factory=list)
+    tuners: list[nn.Module] = field(default_factory=list)  # PEFT's modules
+    adapters: list[Any] = field(default_factory=list)  # of these
 
 
 _records: WeakKeyDictionary[nn.Module, _Record] = WeakKeyDictionary()
@@ -411,8 +421,8 @@ def identity_of(model: nn.Module, reread: bool = False, asks_device: bool = True
     with _lock:
         if not asks_device and not reread:
             record = _glance(model)
-            if record.weights:
-                return _digest_of([record.structure, record.weights])
+            if record.fingerprint:
+                return record.fingerprint
         modules = modules_of(model)
         record = _compare_structure(model, modules, reread)
         tensors = tensors_of(modules)
@@ -424,7 +434,10 @@ def identity_of(model: nn.Module, reread: bool = False, asks_device: bool = True
             record.locations = locations
             record.samples = samples
             record.state += 1
-        return _digest_of([record.structure, record.weights])
+            record.fingerprint = ""
+        if not record.fingerprint:
+            record.fingerprint = _digest_of([record.structure, record.weights])
+        return record.fingerprint
 
 
 def structure_of(model: nn.Module) -> str:
@@ -440,33 +453,32 @@ def state_of(model: nn.Module) -> int:
 
 def _glance(model: nn.Module) -> _Record:
     """A model's record, updated if its decoder layers, its dtype or the adapters that act are not the last ones."""
-    record = _records.get(model)
-    if record is not None and record.outline == _outline(model, record.tuners):
+    record = _records.get(model) or _compare_structure(model, modules_of(model))
+    layers = decoder_layers(model)
+    compiled = [(vars(layer).get("forward"), layer._compiled_call_impl) for layer in (model, *layers)]
+    outline = layers, compiled, model.dtype
+    if record.outline == outline and record.adapters == _adapters_of(record.tuners):
         return record
     modules = modules_of(model)
     record = _compare_structure(model, modules)
     record.tuners = [module for module in modules if "_active_adapter" in vars(module)]
-    record.outline = _outline(model, record.tuners)
+    record.adapters = _adapters_of(record.tuners)
+    record.outline = outline
     return record
-
-
-def _outline(model: nn.Module, tuners: list[nn.Module]) -> tuple[Any, ...]:
-    """What shows of a model without walking through its modules."""
-    layers = decoder_layers(model)
-    compiled = [(vars(layer).get("forward"), layer._compiled_call_impl) for layer in (model, *layers)]
-    return layers, compiled, model.dtype, _adapters_of(tuners)
 
 
 def _compare_structure(model: nn.Module, modules: list[nn.Module], reread: bool = False) -> _Record:
     """A model's record, updated to the config, classes and adapters that the model has now."""
-    refuse_wrapper(model)
-    refuse_foreign_hooks(modules)
-    _refuse_compiled(model, modules)
+    record = _records.get(model)
+    if record is None:
+        refuse_wrapper(model)
+        record = _Record()
+    _refuse_unseen_code(model, modules)
     kinds = list(map(type, modules))
     dtypes = [weight.dtype for module in modules for weight in module._parameters.values() if weight is not None]
     adapters = _adapters_of(modules)
     form = (dict(vars(text_config(model))), kinds, dtypes, adapters)
-    record = _records.setdefault(model, _Record())
+    _records[model] = record
     if reread or form != record.form:
         record.form = form
         structure = _digest_of(
@@ -480,6 +492,7 @@ def _compare_structure(model: nn.Module, modules: list[nn.Module], reread: bool 
         )
         if reread or structure != record.structure:  # a setting that does not count leaves it the same
             record.structure = structure
+            record.fingerprint = ""
             record.outline = None
             forget(model)
             record.state += 1
@@ -498,18 +511,6 @@ def _adapters_of(modules: list[nn.Module]) -> list[Any]:
             values["_active_adapter"] = [values["_active_adapter"]]
         adapters.append([number, json.dumps(values, sort_keys=True, default=str)])
     return adapters
-
-
-def _refuse_compiled(model: nn.Module, modules: list[nn.Module]) -> None:
-    for module in modules:
-        attributes = vars(module)
-        is_compiled = "_orig_mod" in module._modules or attributes.get("_compiled_call_impl") is not None
-        if is_compiled or hasattr(attributes.get("forward"), COMPILED_FORWARD):
-            place = "the model" if module is model else "a layer"
-            raise UnsupportedModelError(
-                f"{place} ({type(module).__name__}) is compiled, and hooks cannot enter compiled code. Give hf_blend "
-                "the model as it is before torch.compile or model.compile()."
-            )
 
 
 def _digest_of(value: object) -> str:

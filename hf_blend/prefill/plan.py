@@ -299,7 +299,6 @@ class Planner:
         self._placeholders = placeholders
         self._question_ids = question_ids
         self._fetched: dict[ChunkKey, ChunkKV] = {}
-        self._canaries: set[str] = set()  # those that were found to be the model's
         longest = getattr(self._text_config, "max_position_embeddings", None)
         self._most_tokens = math.inf if longest is None else longest  # of a chunk and its prefix, or it is computed
         self._frequencies: set[tuple[int, ...]] = set()  # those of the forward that is planned
@@ -505,6 +504,7 @@ class Planner:
             return []
         began_s = time.perf_counter()
         layout = layout_of(self._model)
+        canaries = {"", canary_of(self._model)}  # those that are known to be the model's
         plan.found["check_ms"] += 1e3 * (time.perf_counter() - began_s)
         at_hand = self._store.at_hand(keys, layout)
         missing = []
@@ -514,7 +514,7 @@ class Planner:
                 chunk = self._store.stream(key, layout)
                 if chunk is not None and isinstance(chunk.layers, LazyLayers):
                     chunk.layers.recompute = partial(_recompute, plan.replaced, self._store, self._compute, key)
-            if chunk is not None and chunk.canary not in self._canaries and not is_of_model(self._model, chunk.canary):
+            if chunk is not None and chunk.canary not in canaries and not is_of_model(self._model, chunk.canary):
                 self._store.reject(key, "canary")
                 chunk = None
             if chunk is None:
@@ -522,15 +522,12 @@ class Planner:
                 continue
             plan.found["loaded_chunks"] += 1
             plan.tokenizers |= {chunk.tokenizer} - {""}
-            self._canaries.add(chunk.canary)
+            canaries.add(chunk.canary)
             self._fetched[key] = chunk
         return missing
 
     def _compute_missing(self, plan: Plan, missing: Sequence[ChunkKey]) -> None:
         """Compute chunks, and store them."""
-        began_s = time.perf_counter()
-        canary_of(self._model)  # found here once, and known where the chunks are computed
-        plan.found["check_ms"] += 1e3 * (time.perf_counter() - began_s)
         chunks = self._compute(missing)
         for key in missing:
             began_s = time.perf_counter()
