@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_blend.prompt.pieces import batch, build, build_all, tokenize
+from hf_blend.prompt.pieces import build, build_all, find_continued, tokenize
 from hf_blend.prompt.tokenizer import front_ids
 
 ids = st.lists(st.integers(3, 127), min_size=1, max_size=6)
@@ -75,12 +75,11 @@ def test_find_knows_rows_by_their_parts():
     first = [1, 5, 6, 7]
     second = [*first, 8, 9]
     prompts = [build(None, [1], [[5, 6]], one[3:]) for one in (first, second)]
-    made = batch(prompts, pad_id=0)
     candidate = [*first, 70, 71]  # of an assistant
-    assert made.find([second, first, candidate], [0, 0, 0]) == [prompts[1], prompts[0], prompts[0]]
-    assert made.find([first[2:], second[2:]], [2, 2]) == prompts
-    assert made.find([[70]], [4]) is None, "what comes behind a prompt is no part of it"
-    assert made.find([[], []], [9, 9]) is None, "nor is nothing"
+    assert find_continued(prompts, [second, first, candidate], [0, 0, 0]) == [prompts[1], prompts[0], prompts[0]]
+    assert find_continued(prompts, [first[2:], second[2:]], [2, 2]) == prompts
+    assert find_continued(prompts, [[70]], [4]) is None, "what comes behind a prompt is no part of it"
+    assert find_continued(prompts, [[], []], [9, 9]) is None, "nor is nothing"
 
 
 def test_build_all_takes_one_prefix_or_one_for_each_request():

@@ -72,8 +72,9 @@ class EvalMethod(ABC):
 
     def inputs(self, samples: Sequence[Sample]) -> dict[str, Tensor]:
         """Ids and mask, `[batch, tokens]`, padded on the left, on the model's device."""
-        made, device = batch([self.prompt(sample) for sample in samples], self._pad), input_device(self.model)
-        return {"input_ids": made.input_ids.to(device), "attention_mask": made.attention_mask.to(device)}
+        ids, mask = batch([self.prompt(sample) for sample in samples], self._pad)
+        device = input_device(self.model)
+        return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
 
     @torch.no_grad()
     def generate(

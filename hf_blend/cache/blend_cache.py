@@ -270,12 +270,11 @@ class BlendCache(GuardedCache):
             state.chunk_prefix_ids = self.store.default_prefix(self.model, tokenizer)
         state.question_ids = question_ids(self.model, tokenizer)
         pad_id = getattr(tokenizer, "pad_token_id", None)
-        made = batch(prompts, 0 if pad_id is None else pad_id)
-        state.pending = PendingPrompt(made, cached, tokenizer=tokenizer_digest(tokenizer), notice=notice, edit=edit)
+        ids, mask = batch(prompts, 0 if pad_id is None else pad_id)
+        digest = tokenizer_digest(tokenizer)
+        state.pending = PendingPrompt(tuple(prompts), ids, cached, tokenizer=digest, notice=notice, edit=edit)
         device = input_device(self.model)
-        return BatchEncoding(
-            {"input_ids": made.input_ids.to(device), "attention_mask": made.attention_mask.to(device)}
-        )
+        return BatchEncoding({"input_ids": ids.to(device), "attention_mask": mask.to(device)})
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -471,7 +470,7 @@ class BlendCache(GuardedCache):
         leaves grouped heads to torch's `enable_gqa`, which on a CPU takes 1.6 times as long over 16,000 keys
         (benchmarks/LOG.md).
         """
-        if self.model.device.type != "cpu" or self.is_expecting or not self.state.kv.length:
+        if self.model.device.type != "cpu" or self.state.pending.prompts or not self.state.kv.length:
             return False
         config = self.state.info.config
         if getattr(config, "attention_chunk_size", None) is not None:
@@ -488,11 +487,6 @@ class BlendCache(GuardedCache):
     def batch_size(self) -> int:
         """How many requests the cache holds; -1 while it is empty."""
         return super().batch_size or -1
-
-    @property
-    def is_expecting(self) -> bool:
-        """Whether the next forward is known to bring stored chunks."""
-        return self.state.pending.batch is not None
 
     @property
     def is_prompt(self) -> bool:

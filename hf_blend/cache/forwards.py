@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError, HfBlendError
-from ..model.anatomy import EXTENDED, cache_among, is_extended, layer_costs, refuse_extended
+from ..model.anatomy import EXTENDED, is_extended, layer_costs, refuse_extended
 from ..model.hooks import ForwardHooks
 from ..model.identity import Author, author_of, refuse_autocast, refuse_other_author
 from ..prefill.blend import Prefill
@@ -66,15 +66,38 @@ class CacheForwards:
 
     def forward_begins(self, arguments: dict[str, Any]) -> None:
         """The model is called with the cache, with these arguments by name."""
-        began_s, state = time.perf_counter(), self.state
+        began_s = time.perf_counter()
+        state = self.state
         self.settle()
-        self._past = past = state.kv.length
+        past = state.kv.length
+        self._past = past
         self._before = state.pending, state.report
-        self._refuse(arguments)
+        cache = next(value for value in arguments.values() if isinstance(value, GuardedCache))
+
+        # Is it a prompt, or the tokens of a decoding step?
+        ids = arguments.get("input_ids")
+        begins_turn = cache.begins_turn
+        cache.begins_turn = False
+        is_step = ids is not None and ids.shape[1] == 1 and not begins_turn
+        is_expected = past > 0 and not is_step and state.pending.expects(ids, past)
+        self.is_prompt = not past or begins_turn or is_expected or not (is_step or state.is_recording)
+        refuse(
+            model=state.model,
+            layers=state.info.layers,
+            arguments=arguments,
+            past=past,
+            past_rows=state.kv.batch_size,
+            kv=state.kv.all,
+            begins_turn=begins_turn,
+            is_expected=is_expected,
+            advice=ASK_AGAIN,
+        )
+
+        # Plan it
         request = Request.parse(arguments, state.model, past, state.pending)
         state.info.refuse_tokens(request.width, past)
         if request.rows and not request.fallback_reason:
-            self._begin_blended(arguments, request, began_s)
+            self._begin_blended(cache, request, began_s)
         else:
             self._begin_plain(request)
         self._width = request.width
@@ -156,7 +179,8 @@ class CacheForwards:
         Raises ConfigError where a window or a state has advanced behind the forward.
         """
         state = self.state
-        self.stop()
+        if self.is_running or self._snapshots is not None:
+            self._end(failed=True)
         state.rollback_partial_forward()
         if state.is_inference and not torch.is_inference_mode_enabled():
             state.kv.renew()
@@ -171,26 +195,6 @@ class CacheForwards:
                 "did not see begin: of another model object, such as a copy, or past the hooks of this one. Call the "
                 "model that it was made for, or make one for the other: BlendCache(model, store)."
             )
-
-    def _refuse(self, arguments: dict[str, Any]) -> None:
-        """Refuse what every cache refuses."""
-        state, past, ids = self.state, self._past, arguments.get("input_ids")
-        cache = next(value for value in arguments.values() if isinstance(value, GuardedCache))
-        begins_turn, cache.begins_turn = cache.begins_turn, False
-        is_step = ids is not None and ids.shape[1] == 1 and not begins_turn
-        is_expected = past > 0 and not is_step and state.pending.expects(ids, past)
-        self.is_prompt = not past or begins_turn or is_expected or not (is_step or state.is_recording)
-        refuse(
-            model=state.model,
-            layers=state.info.layers,
-            arguments=arguments,
-            past=past,
-            past_rows=state.kv.batch_size,
-            kv=state.kv.all,
-            begins_turn=begins_turn,
-            is_expected=is_expected,
-            advice=ASK_AGAIN,
-        )
 
     def _set_author(self, past: int) -> Author:
         """Make the model as it is now the author of new K and V; ConfigError if another computed the `past` tokens."""
@@ -211,9 +215,9 @@ class CacheForwards:
         if EXTENDED.get() and is_extended(state.model):
             state.tokens.is_extended = True
         state.tokens.append(request)
-        is_reported = bool(reason) and (pending.batch is not None or not request.past)
+        is_reported = bool(reason) and bool(pending.prompts or not request.past)
         if is_reported and not pending.is_begun:
-            notice = pending.notice if pending.batch else ""
+            notice = pending.notice if pending.prompts else ""
             state.report = BlendReport(state.config.recompute_ratio, past_tokens=request.past, notice=notice)
         if is_reported:
             state.report.fallback_reason = reason
@@ -224,7 +228,7 @@ class CacheForwards:
             state.report.prompt_tokens += request.real_tokens()
         state.pending = pending.behind(request)
 
-    def _begin_blended(self, arguments: dict[str, Any], request: Request, began_s: float) -> None:
+    def _begin_blended(self, cache: GuardedCache, request: Request, began_s: float) -> None:
         """Find the chunks of a forward, compute missing ones, and enter the layers if there are any."""
         state, expected = self.state, self.state.pending
         rows, pending = expected.rows(request)
@@ -243,7 +247,7 @@ class CacheForwards:
         check_ms = state.check_ms + 1e3 * (time.perf_counter() - began_s)
 
         # Find chunks, fetch them, compute what is missing
-        if not expected.batch and state.config.chunk_prefix_ids is None:
+        if not expected.prompts and state.config.chunk_prefix_ids is None:
             state.chunk_prefix_ids = state.store.stored_prefix(state.model, fingerprint)
         planner = Planner(
             state.model,
@@ -266,14 +270,15 @@ class CacheForwards:
             report = BlendReport(past_tokens=request.past, recipe=state.recipe, _costs=layer_costs(state.model))
             report.nominal_ratio = plan.config.recompute_ratio
             report.quantisation_noise = state.info.quantisation_noise
-        report.add(plan.found)
+        for name, figure in plan.found.items():
+            setattr(report, name, getattr(report, name) + figure)
         report.check_ms += check_ms
         report.advice = report.advice if plan.advice is None else asdict(plan.advice)
         _report_mismatches(report, state, plan, pending, fingerprint)
 
         # Enter the layers
         if plan.chunks:
-            self._enter_layers(cache_among(arguments), request, plan, report)
+            self._enter_layers(cache, request, plan, report)
         state.tokens.append(request)
         state.report, state.pending, state.check_ms = report, pending, 0.0
 
@@ -347,9 +352,9 @@ def _report_mismatches(
     Sets `fallback_reason` where nothing of a whole prompt is reused.
     """
     expected, texts = state.pending, list[str]()
-    if expected.batch and pending.is_other:
+    if expected.prompts and pending.is_other:
         texts.append(OTHER_IDS)
-    if expected.batch and expected.notice and not expected.is_begun:
+    if expected.prompts and expected.notice and not expected.is_begun:
         texts.append(expected.notice)
     tokenizer = expected.tokenizer
     if tokenizer and (others := plan.tokenizers - {tokenizer}):

@@ -104,7 +104,7 @@ def refuse(
         new = arguments.get("inputs_embeds")
     rows, columns = (0, 0) if new is None else new.shape[:2]
     if next_position is not None:
-        _refuse_for_one_sequence(model, arguments, rows, past, next_position, dropped)
+        _refuse_for_one_sequence(model, arguments, rows)
     # where generate marks no cache, nobody knows whose call it is
     is_unknown = begins_turn or (columns > 1 and not MARKS_CACHES)
     if past and is_unknown and not is_expected:
@@ -127,6 +127,16 @@ def refuse(
             f"position_ids has the shape {tuple(positions.shape)}, but {columns} tokens came: generate counts them "
             "along the attention_mask. Pass both for all tokens, or neither."
         )
+    if next_position is not None and positions is not None:
+        given = positions.reshape(-1, positions.shape[-1])[-1].cpu()
+        start = int(given[0])
+        # `generate` counts tokens, also those that were dropped since it began
+        is_counted = past <= start <= past + dropped or start == next_position
+        if not is_counted or not torch.equal(given, start + torch.arange(len(given))):
+            raise PromptError(
+                f"position_ids begin with {positions.flatten()[:4].tolist()}, but this cache gives its tokens the "
+                f"positions from {next_position} on. Leave position_ids out; to move tokens use shift()."
+            )
     mask = arguments.get("attention_mask")
     if isinstance(mask, Tensor):
         total = past + columns
@@ -154,10 +164,8 @@ def refuse(
         )
 
 
-def _refuse_for_one_sequence(
-    model: nn.Module, arguments: Mapping[str, Any], rows: int, past: int, next_position: int, dropped: int
-) -> None:
-    """Refuse what a cache that continues one sequence at a time cannot take; arguments as of `refuse`."""
+def _refuse_for_one_sequence(model: nn.Module, arguments: Mapping[str, Any], rows: int) -> None:
+    """Refuse what a cache that continues one sequence at a time cannot take: several, padding, or images."""
     others = other_inputs(model, arguments)
     if others:
         raise PromptError(
@@ -170,18 +178,6 @@ def _refuse_for_one_sequence(
         raise PromptError(
             f"{rows or 'no'} requests came{' with padding' * has_gaps}, but this cache expects one, without padding: "
             "it continues one sequence at a time. Use a BlendCache for a batch or beams."
-        )
-    positions = arguments.get("position_ids")
-    if positions is None:
-        return
-    given = positions.reshape(-1, positions.shape[-1])[-1].cpu()
-    start = int(given[0])
-    # `generate` counts tokens, also those that were dropped since it began
-    is_counted = past <= start <= past + dropped or start == next_position
-    if not is_counted or not torch.equal(given, start + torch.arange(len(given))):
-        raise PromptError(
-            f"position_ids begin with {positions.flatten()[:4].tolist()}, but this cache gives its tokens the "
-            f"positions from {next_position} on. Leave position_ids out; to move tokens use shift()."
         )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import cache_utils
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from .. import plugins
 from ..config import BlendConfig
@@ -56,7 +56,12 @@ def cache_layers(model: nn.Module, count: int, config: BlendConfig) -> list[Any]
     full: Callable[[], BlendLayer] = BlendLayer if kv_bits is None else partial(QuantisedLayer, kv_bits)
     indexed = IndexedLayer if kv_bits is None else partial(QuantisedIndexedLayer, kv_bits)
     every = [*stock, *[None] * count][:count]
-    layers: list[Any] = [_like(layer, indexed if has_indexer(layer) else full) for layer in every]
+    layers: list[Any] = []
+    for layer in every:
+        if layer is None or type(layer) is DynamicLayer:  # of which no extension has to be asked
+            layers.append(full())
+        else:
+            layers.append(_like(layer, indexed if has_indexer(layer) else full))
     if kv_bits is not None and not any(hasattr(layer, "packed_tokens") for layer in layers):
         kinds = sorted({type(layer).__name__ for layer in stock})
         raise ConfigError(
@@ -82,6 +87,7 @@ class KVLayers:
     Attributes:
         all: one of each decoder layer.
         of_tokens: those that keep tokens; a layer of transformers that keeps nothing is not among them.
+        with_kv: of these the ones that store K and V, and do not read those of an earlier layer.
         memory: where K and V are with `kv_device_map`; None: all of them are on their devices.
     """
 
@@ -90,10 +96,10 @@ class KVLayers:
         self.all = list(layers)
         self.memory = memory
         self.of_tokens: list[Any] = [layer for layer in layers if hasattr(layer, "prefill_kind")]
-        self._with_kv: list[Any] = []
+        self.with_kv: list[Any] = []
         for layer in layers[:count]:
             if layer in self.of_tokens and isinstance(layer, CacheLayerMixin):
-                self._with_kv.append(layer)
+                self.with_kv.append(layer)
 
     @classmethod
     def empty(cls, model: nn.Module, count: int, config: BlendConfig) -> "KVLayers":
@@ -117,38 +123,12 @@ class KVLayers:
     @property
     def length(self) -> int:
         """How many tokens have gone through all layers; between two layers of a forward, those before it."""
-        return self._with_kv[-1].get_seq_length() if self._with_kv else 0
+        return self.with_kv[-1].get_seq_length() if self.with_kv else 0
 
     @property
     def batch_size(self) -> int:
         """How many batch entries there are; 0 in empty layers."""
-        return self._with_kv[0].batch_size if self._with_kv else 0
-
-    def rollback_partial_forward(self) -> int:
-        """Remove the tokens of a forward that ended between two layers; returns how many they are.
-
-        Raises ConfigError, and changes nothing, where a layer has forgotten the tokens before them.
-        """
-        length = self.length
-        tokens = self._with_kv[0].get_seq_length() - length if self._with_kv else 0
-        if not tokens:
-            return 0
-        if not length:
-            for layer in self.of_tokens:
-                layer.reset()
-            return tokens
-        longer = [layer for layer in self.of_tokens if getattr(layer, "length", length + 1) > length]
-        try:
-            for layer in longer:
-                layer.check_crop(-tokens)
-        except ConfigError as error:
-            raise ConfigError(
-                f"a forward of {tokens} tokens behind {length} ended between two layers, and a window or state that "
-                "has moved on cannot take them back. reset() the cache and pass the whole conversation."
-            ) from error
-        for layer in longer:
-            layer.crop(-tokens)
-        return tokens
+        return self.with_kv[0].batch_size if self.with_kv else 0
 
     def snapshots(self) -> list[Any]:
         """What `restore` needs."""
@@ -203,15 +183,35 @@ class CachedTokens:
 
     def append(self, request: Request) -> None:
         """Record the tokens of a forward. Those that came before it unseen, in compiled code, are unknown."""
-        self.crop(request.past)
-        unseen = request.past - self.length
-        new = _record(request)
+        ids, mask = request.ids, request.mask
+        past, width = request.past, request.width
+        if ids is None:
+            states = request.arguments.get("inputs_embeds")
+            batch = 1 if states is None else states.shape[0]
+            ids = torch.full((batch, width), UNKNOWN, device=None if states is None else states.device)
+        new = torch.ones((3, *ids.shape), dtype=torch.int64, device=ids.device)
+        new[IDS] = ids
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            new[MASK] = mask[:, -width:]
+        elif mask is not None and width > 1 and len(ids) > 1:
+            new[MASK] = UNKNOWN  # there may be padding
+        positions = request.arguments.get("position_ids")
+        if positions is None:
+            new[POSITIONS] = torch.arange(past, past + width, device=ids.device)
+        else:
+            axes = positions.reshape(-1, *positions.shape[-2:])
+            is_one = (axes == axes[:1]).all(dim=0)
+            new[POSITIONS] = torch.where(is_one, axes[0], UNKNOWN)
+
+        # Behind those that are known
+        self.crop(past)
+        unseen = past - self.length
         if unseen:
             part = new.new_full((3, new.shape[1], unseen), UNKNOWN)
             part[MASK] = 1
             self._parts.append(part)
         self._parts.append(new)
-        self.length = request.past + request.width
+        self.length = past + width
         if len(self._parts) > MOST_PARTS:
             self._join()
 
@@ -267,29 +267,6 @@ class CachedTokens:
 def _repeated(part: Tensor, batch: int) -> Tensor:
     """Rows of a smaller batch for a larger one, as a forward of several rows behind one brings it."""
     return part.expand(-1, batch, -1) if part.shape[1] == 1 else part
-
-
-def _record(request: Request) -> Tensor:
-    """Ids, mask and positions of a forward's tokens, `[3, batch, tokens]`; the mask is -1 where padding may be."""
-    ids, mask, width = request.ids, request.mask, request.width
-    if ids is None:
-        states = request.arguments.get("inputs_embeds")
-        batch = 1 if states is None else states.shape[0]
-        ids = torch.full((batch, width), UNKNOWN, device=None if states is None else states.device)
-    record = torch.ones((3, *ids.shape), dtype=torch.int64, device=ids.device)
-    record[IDS] = ids
-    if isinstance(mask, Tensor) and mask.dim() == 2:
-        record[MASK] = mask[:, -width:]
-    elif mask is not None and width > 1 and len(ids) > 1:
-        record[MASK] = UNKNOWN
-    positions = request.arguments.get("position_ids")
-    if positions is None:
-        record[POSITIONS] = torch.arange(request.past, request.past + width, device=ids.device)
-    else:
-        axes = positions.reshape(-1, *positions.shape[-2:])
-        is_one = (axes == axes[:1]).all(dim=0)
-        record[POSITIONS] = torch.where(is_one, axes[0], UNKNOWN)
-    return record
 
 
 class ModelInfo:
@@ -415,15 +392,34 @@ class BlendState:
     def rollback_partial_forward(self) -> None:
         """Remove the tokens of a forward that ended between two layers.
 
-        Raises ConfigError where a window or a state has advanced behind them.
+        Raises ConfigError, and changes nothing, where a window or a state has advanced behind them.
         """
         if self.is_cut:
             raise ConfigError(
                 "a forward ended between two layers, and a state that has moved on cannot be taken back. reset() the "
                 "cache and pass the whole conversation."
             )
-        if self.kv.rollback_partial_forward():
-            self.crop_tokens(self.kv.length)
+        kv = self.kv
+        length = kv.length
+        tokens = kv.with_kv[0].get_seq_length() - length if kv.with_kv else 0
+        if not tokens:
+            return
+        if not length:
+            for layer in kv.of_tokens:
+                layer.reset()
+        else:
+            longer = [layer for layer in kv.of_tokens if getattr(layer, "length", length + 1) > length]
+            try:
+                for layer in longer:
+                    layer.check_crop(-tokens)
+            except ConfigError as error:
+                raise ConfigError(
+                    f"a forward of {tokens} tokens behind {length} ended between two layers, and a window or state "
+                    "that has moved on cannot take them back. reset() the cache and pass the whole conversation."
+                ) from error
+            for layer in longer:
+                layer.crop(-tokens)
+        self.crop_tokens(length)
 
     def forget(self) -> None:
         """The cache was emptied."""

@@ -4,7 +4,7 @@
 
 import logging
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, TypeAlias
@@ -133,11 +133,6 @@ class BlendReport:
         """The figures as they are now; what is added later is added to one of the two."""
         figures: Any = {name: [*value] if isinstance(value, list) else value for name, value in vars(self).items()}
         return BlendReport(**figures)
-
-    def add(self, figures: Mapping[str, float]) -> None:
-        """Add to figures by their names."""
-        for name, figure in figures.items():
-            setattr(self, name, getattr(self, name) + figure)
 
     def charge(self, flops: Charge) -> None:
         """Add FLOPs of selecting that no layer spends; a tensor is read when a figure is asked for."""

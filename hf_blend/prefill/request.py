@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..model.anatomy import PER_TOKEN, other_inputs, text_config
 from ..model.identity import Author
-from ..prompt.pieces import PromptBatch
+from ..prompt.pieces import Prompt, find_continued
 from ..store.chunk import ChunkKV
 from .plan import PositionRun, PromptRow, copy_to_host, find_runs, is_readable
 
@@ -71,7 +71,7 @@ class Request:
 
         # Leave out padding
         has_gaps = (is_real[:, 1:] < is_real[:, :-1]).any(axis=1)
-        if has_gaps.any() and not (pending.batch and is_real[:, -1].all()):
+        if has_gaps.any() and not (pending.prompts and is_real[:, -1].all()):
             return replace(request, fallback_reason=PADDED_INSIDE)
         rows, starts, counts, columns, kept = [], [], [], [], []
         for number, real in enumerate(is_real):
@@ -120,7 +120,8 @@ NO_EDIT = Edit()
 class PendingPrompt:
     """The prompts that `BlendCache.inputs` built, until their last tokens have come."""
 
-    batch: PromptBatch | None = None  # None: no prompt is expected
+    prompts: tuple[Prompt, ...] = ()  # none: no prompt is expected
+    input_ids: Tensor | None = None  # of these side by side, `[batch, tokens]`
     cached: int = 0  # their first tokens, which were in the cache when they were built
     is_begun: bool = False  # some of their tokens have come, and more will
     runs: Sequence[PositionRun] = ()  # for each row, the last of its tokens that came
@@ -131,21 +132,24 @@ class PendingPrompt:
 
     def expects(self, ids: Tensor | None, past: int) -> bool:
         """Whether new ids, `[batch, tokens]`, are the next columns of these prompts; asks the device."""
-        if self.batch is None or ids is None:
+        if self.input_ids is None or ids is None:
             return False
-        expected = self.batch.input_ids[:, past : past + ids.shape[1]]
+        expected = self.input_ids[:, past : past + ids.shape[1]]
         repeats, odd = divmod(len(ids), len(expected))  # beams repeat each prompt
         return not odd and torch.equal(ids.cpu(), expected.repeat_interleave(repeats, dim=0))
 
     def behind(self, request: Request) -> "PendingPrompt":
         """What is pending behind a forward that computed the next tokens of these prompts without chunks."""
-        is_next = self.batch is not None and self.expects(request.ids, request.past)
-        is_done = self.batch is None or request.past + request.width >= self.batch.input_ids.shape[1]
-        return replace(self, is_begun=True, runs=()) if is_next and not is_done else PendingPrompt()
+        stop = request.past + request.width
+        if self.input_ids is None or stop >= self.input_ids.shape[1] or not self.expects(request.ids, request.past):
+            return PendingPrompt()
+        return replace(self, is_begun=True, runs=())
 
     def rows(self, request: Request) -> tuple[list[PromptRow], "PendingPrompt"]:
         """For each row of a forward the prompt that it continues; and what is pending after this forward."""
-        prompts = None if self.batch is None else self.batch.find(request.rows, request.before)
+        prompts = None
+        if self.prompts:
+            prompts = find_continued(self.prompts, request.rows, request.before)
         is_other = prompts is None
         behind = request.past if prompts is None else self.cached
         rows, runs = [], []

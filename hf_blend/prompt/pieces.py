@@ -98,44 +98,33 @@ class Prompt:
         """The ids behind the last chunk."""
         return self.ids[self.spans[-1].stop :]
 
-    def is_continued_by(self, row: Sequence[int], start: int) -> bool:
-        """Whether ids are those of this prompt from `start` on: all of its rest, a part of it, or more behind it."""
-        if start > len(self.ids):
-            return False
-        rest = self.ids[start : start + len(row)]
-        if row and not rest:
-            return False
-        return tuple(row[: len(rest)]) == rest
 
+def find_continued(
+    prompts: Sequence[Prompt], rows: Sequence[Sequence[int]], before: Sequence[int]
+) -> list[Prompt] | None:
+    """The prompt that each row of token ids continues, behind `before` tokens of it; None if a row continues none.
 
-@dataclass(frozen=True)
-class PromptBatch:
-    """Requests side by side, padded on the left."""
-
-    prompts: tuple[Prompt, ...]
-    input_ids: Tensor
-    attention_mask: Tensor
-
-    def find(self, rows: Sequence[Sequence[int]], before: Sequence[int]) -> list[Prompt] | None:
-        """The prompt that each row of token ids continues, behind `before` tokens of it; None if a row continues none.
-
-        A row is the rest of its prompt, or a slice of the rest in a chunked prefill; assisted decoding appends its
-        candidates. A beam search repeats prompts.
-        """
-        repeats, odd = divmod(len(rows), len(self.prompts))
-        longest_first = sorted(self.prompts, key=lambda prompt: -len(prompt.ids))
-        found = []
-        for number, (row, start) in enumerate(zip(rows, before, strict=True)):
-            candidates = []
-            if not odd:
-                candidates.append(self.prompts[number // repeats])
-            if start == 0:
-                candidates += [prompt for prompt in longest_first if len(prompt.ids) <= len(row)]
-            continued = [prompt for prompt in candidates if prompt.is_continued_by(row, start)]
-            if not continued:
-                return None
-            found.append(continued[0])
-        return found
+    A row is the rest of its prompt, or a slice of the rest in a chunked prefill; assisted decoding appends its
+    candidates. A beam search repeats prompts.
+    """
+    repeats, odd = divmod(len(rows), len(prompts))
+    longest_first = sorted(prompts, key=lambda prompt: -len(prompt.ids))
+    found = []
+    for number, (row, start) in enumerate(zip(rows, before, strict=True)):
+        candidates = []
+        if not odd:
+            candidates.append(prompts[number // repeats])
+        if start == 0:
+            candidates += [prompt for prompt in longest_first if len(prompt.ids) <= len(row)]
+        for prompt in candidates:
+            rest = prompt.ids[start : start + len(row)]
+            is_behind = start > len(prompt.ids) or (row and not rest)
+            if not is_behind and tuple(row[: len(rest)]) == rest:
+                found.append(prompt)
+                break
+        else:
+            return None
+    return found
 
 
 def check_text(text: str) -> None:
@@ -234,11 +223,8 @@ def _separators(tokenizer: Any, separator: str, pieces: Sequence[Piece]) -> list
     return separators
 
 
-def batch(prompts: Sequence[Prompt], pad_id: int) -> PromptBatch:
-    """Put requests side by side.
-
-    Shape: `[batch, tokens]`.
-    """
+def batch(prompts: Sequence[Prompt], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Put requests side by side, padded on the left: their ids and their attention mask, `[batch, tokens]` each."""
     width = max(len(prompt.ids) for prompt in prompts)
     ids = torch.full((len(prompts), width), pad_id)
     mask = torch.zeros((len(prompts), width), dtype=torch.long)
@@ -246,7 +232,7 @@ def batch(prompts: Sequence[Prompt], pad_id: int) -> PromptBatch:
         start = width - len(prompt.ids)
         ids[row, start:] = torch.tensor(prompt.ids)
         mask[row, start:] = 1
-    return PromptBatch(tuple(prompts), ids, mask)
+    return ids, mask
 
 
 def build_all(

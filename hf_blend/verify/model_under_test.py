@@ -201,9 +201,9 @@ def continued(model: nn.Module, ids: Sequence[int], cache: Any) -> Tensor:
 @torch.no_grad()
 def prefill(model: nn.Module, prompts: Sequence[Prompt]) -> list[PrefillLogits]:
     """Run prompts side by side through the plain model."""
-    built = batch(prompts, 0)
+    ids, mask = batch(prompts, 0)
     cache = full_cache(model)
-    inputs = placed(model, {"input_ids": built.input_ids, "attention_mask": built.attention_mask})
+    inputs = placed(model, {"input_ids": ids, "attention_mask": mask})
     logits = model(**inputs, **cache_argument(model, cache), use_cache=True).logits.float()
     return [_cut(logits, cache, row, len(prompt.ids)) for row, prompt in enumerate(prompts)]
 
