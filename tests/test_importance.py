@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from hf_blend import BlendCache, ChunkStore
-from hf_blend.prefill import blend
-from hf_blend.prefill.importance import token_weights
+from hf_blend.prefill.plan import Plan
 from tests.asking import memory
 
 TEXTS = [
@@ -82,7 +81,8 @@ def test_token_weights_are_importance_over_its_mean_times_shared_rare_ids(forwar
         plans.append(plan)
         return token_weights(plan, **which)
 
-    monkeypatch.setattr(blend, "token_weights", recorded)
+    token_weights = Plan.token_weights
+    monkeypatch.setattr(Plan, "token_weights", recorded)
     _, stored, ids = forward(change)
     (plan,) = plans
     chunks = [placed for placed in plan.chunks if not placed.exact]
@@ -97,7 +97,7 @@ def test_token_weights_are_importance_over_its_mean_times_shared_rare_ids(forwar
     equal = weights_by_hand(texts, question, [None] * 3)
     plain = weights_by_hand(texts, set(), numbers)
     for options, by_hand in (({}, expected), ({"importance": False}, equal), ({"words": False}, plain)):
-        got = token_weights(plan, **options)[0]
+        got = token_weights(plan, **options)[0].numpy()
         for placed, of_chunk in zip(chunks, by_hand, strict=True):
             assert got[placed.columns] == pytest.approx(of_chunk, rel=1e-4)
         assert (got[: chunks[0].start] == 1).all()

@@ -29,7 +29,6 @@ from ..model.anatomy import LayerCall, LayerExtra, gather_rows, text_config
 from ..model.attention import AttentionCapture, StopForward, layers_handing_on
 from ..rotary.base import Table, rotary_table
 from ..selectors.base import KV, Selector, TokenView
-from .importance import token_weights
 from .plan import PlacedChunk, Plan
 from .realign import Realigner
 from .report import BlendReport, Work
@@ -408,12 +407,8 @@ class Prefill:
         if fresh is not None:
             optional["pair"] = lambda which: rows.take_pair((fresh[which], self._stored(index, fresh, which)))
         optional["num_layers"] = len(self._with_keys)
-        optional["weights"] = self._weights
+        optional["weights"] = self.plan.token_weights
         return TokenView(index, rows.columns, chunk >= 0, chunk, offset, tokens, **optional)
-
-    def _weights(self, **factors: bool) -> Tensor:
-        """What is known of each new token, `[batch, tokens]`, as `token_weights` says."""
-        return torch.from_numpy(token_weights(self.plan, **factors)).to(self.plan.reusable.device)
 
     def _stored(self, index: int, states: KV, which: int) -> Tensor:
         """A copy of K (0) or V (1), or projections, of all new tokens, overwritten by the realigned stored chunks."""

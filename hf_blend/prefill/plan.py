@@ -32,6 +32,8 @@ from ..store.stream import LazyLayers, StreamedLayers
 from .pipeline import Pipeline
 from .report import Advice
 
+LEAST_SHARED = 0.5  # tokens that a chunk counts as sharing with the question when it shares none
+
 
 class PositionRun(NamedTuple):
     """The longest run at the end of a prompt's tokens so far in which each is one position behind the one before."""
@@ -250,6 +252,35 @@ class Plan:
         self._table[0].masked_fill_(~self.reusable, -1)
         return self._table
 
+    def token_weights(self, importance: bool = True, words: bool = True) -> Tensor:
+        """How much each token matters, as far as it is known: `[batch, tokens]` float32, 1 where nothing is known.
+
+        Args:
+            importance: multiply by the stored importance of the token, 1 on average over a prompt's chunks that have
+                it. Numbers are compared if they are of one question: that of most of the chunks.
+            words: multiply by the tokens that the question shares with the chunk, 1 on average over a prompt's chunks.
+        """
+        weights = np.ones(tuple(self.real.shape), np.float32)
+        for row, asked in enumerate(self.questions):
+            chunks = [placed for placed in self.chunks if placed.row == row and not placed.exact]
+            known = [placed for placed in chunks if importance and placed.chunk.importance is not None]
+            if known:
+                ((question, _),) = Counter(placed.chunk.question for placed in known).most_common(1)
+                numbers = {}
+                for placed in known:
+                    if placed.chunk.question == question:
+                        of_chunk: Any = placed.chunk.importance
+                        numbers[placed] = of_chunk.numpy()[placed.inside].astype(np.float32)
+                mean = np.concatenate(list(numbers.values())).mean()
+                for placed, of_tokens in numbers.items():
+                    if mean > 0:
+                        weights[row, placed.columns] *= of_tokens / mean
+            if words:
+                shared = shared_rarity([placed.chunk.key for placed in chunks], asked)
+                for placed in chunks:
+                    weights[row, placed.columns] *= shared[placed.chunk.key]
+        return torch.from_numpy(weights).to(self.reusable.device)
+
     def drop(self, placed: PlacedChunk) -> None:
         """Treat a chunk as if it had not been stored: its tokens are computed like a question's."""
         self.chunks.remove(placed)
@@ -261,6 +292,22 @@ class Plan:
         self.fresh_counts[placed.row] += tokens
         if not placed.exact:
             self.stored_counts[placed.row] -= tokens
+
+
+def shared_rarity(keys: Sequence[ChunkKey], question: Sequence[int]) -> dict[ChunkKey, float]:
+    """For each chunk the sum over rare ids shared with the question of 1 / (chunks that have the id), 1 on average.
+
+    An id is rare that at most half of the chunks have: the others say nothing of which chunk is asked for.
+    """
+    asked = set(question)
+    shared = {key: asked.intersection(key.token_ids) for key in dict.fromkeys(keys)}
+    chunks_with = Counter(token for found in shared.values() for token in found)
+    sums = {}
+    for key, found in shared.items():
+        rare = sorted(token for token in found if 2 * chunks_with[token] <= len(shared))
+        sums[key] = LEAST_SHARED + sum(1 / chunks_with[token] for token in rare)
+    mean = sum(sums.values()) / max(1, len(sums))
+    return {key: total / mean for key, total in sums.items()}
 
 
 class Planner:
@@ -306,6 +353,8 @@ class Planner:
 
     def plan(self, rows: Sequence[PromptRow], width: int, logits_rows: int = 1, length: int | None = None) -> Plan:
         """Decide which of `width` new columns are reused; `length` is one more than the largest position, if known."""
+        self._key_of = partial(_known_key, self.fingerprint, self._store.namespace)
+
         # Which columns are tokens
         counts = [row.end - row.before for row in rows]
         real = np.zeros((len(rows), width), dtype=bool)
@@ -313,16 +362,20 @@ class Planner:
             line[list(row.columns) or slice(row.start, row.start + count)] = True
         plan = Plan([], torch.from_numpy(real), counts, self._config)
         plan.drafted = [max(0, row.end - len(row.ids)) for row in rows]
-        self._frequencies = self._frequencies_of(rows, width, length)
+        # The sets of rotary frequencies with which it may be computed: by the last token, or by the last column
+        ends = {length}
+        if length is None:
+            ends = {max(row.end for row in rows), max(row.before for row in rows) + width}
+        self._frequencies = {frequency_regime(self._text_config, end) for end in ends}
 
         # Find the chunks, and leave out those that the controller would rather have computed
         spans = [self._spans(row) for row in rows]
         if self._config.chains and not self._store.loads_in_part:
             spans = [self._chained(plan, *pair) for pair in zip(rows, spans, strict=True)]
         for row, of_row in zip(rows, spans, strict=True):
-            ends = [span.start + span.tokens for span in of_row]
-            ends += [start + chunk.tokens for start, chunk in row.moved.items()]
-            plan.questions.append(row.ids[max(ends, default=len(row.ids)) :])
+            stops = [span.start + span.tokens for span in of_row]
+            stops += [start + chunk.tokens for start, chunk in row.moved.items()]
+            plan.questions.append(row.ids[max(stops, default=len(row.ids)) :])
         keys = [span.key for of_row in spans for span in of_row]
         unloaded = set[ChunkKey]()
         if self._store.controller is not None:
@@ -358,15 +411,6 @@ class Planner:
         self._fetched.clear()
         return plan
 
-    def _frequencies_of(self, rows: Sequence[PromptRow], width: int, length: int | None) -> set[tuple[int, ...]]:
-        """The sets of rotary frequencies with which this forward may be computed."""
-        if length is not None:
-            return {frequency_regime(self._text_config, length)}
-        # By the last token, or by the last column
-        last_token = max(row.end for row in rows)
-        last_column = max(row.before for row in rows) + width
-        return {frequency_regime(self._text_config, end) for end in (last_token, last_column)}
-
     def _advised(self, plan: Plan, keys: Sequence[ChunkKey]) -> set[ChunkKey]:
         """The chunks that the controller would rather have computed; more is recomputed where loading hides it."""
         chunks = [key for key in dict.fromkeys(keys) if key.chunk_prefix_ids == self._prefix_ids]  # no prefix
@@ -379,16 +423,13 @@ class Planner:
             plan.config = replace(plan.config, recompute_ratio=plan.advice.ratio)
         return {*chunks} - {chunks[number] for number in plan.advice.loaded}
 
-    def _key(self, prefix_ids: tuple[int, ...], ids: Sequence[int]) -> ChunkKey:
-        return _known_key(self.fingerprint, prefix_ids, tuple(ids), self._store.namespace)
-
     def _spans(self, row: PromptRow) -> list[ChunkSpan]:
         """The chunks of one prompt, from left to right."""
         # Those that were named, and those that are found beside them
         named = list(row.spans or ())
         spans = []
         for span in named:
-            key = self._key(self._prefix_ids, span.token_ids)
+            key = self._key_of(self._prefix_ids, span.token_ids)
             spans.append(ChunkSpan(span.start, key, span.first, span.tokens))
         if row.spans is None or row.is_searched:
             for hit in self._store.find(self.fingerprint, self._prefix_ids, row.ids):
@@ -399,7 +440,7 @@ class Planner:
 
         # A chunk at the very beginning is keyed, and computed, without a chunk prefix: it is exact
         if row.is_first and named and named[0].start == named[0].first == 0:
-            spans[0] = spans[0]._replace(key=self._key((), named[0].token_ids))
+            spans[0] = spans[0]._replace(key=self._key_of((), named[0].token_ids))
 
         # The tokens before the first chunk are one more entry, or as many of them as a stored entry has
         first = row.ids[: spans[0].start] if spans and row.is_first else ()
@@ -409,7 +450,7 @@ class Planner:
         if not prefix and first == self._prefix_ids:
             prefix = first
         if prefix:
-            spans.insert(0, ChunkSpan(0, self._key((), prefix), 0, len(prefix)))
+            spans.insert(0, ChunkSpan(0, self._key_of((), prefix), 0, len(prefix)))
         elif first:
             stored = self._store.find(self.fingerprint, (), first)[:1]
             spans[:0] = [hit for hit in stored if hit.start == hit.first == 0]
@@ -418,8 +459,12 @@ class Planner:
         moved = [(start, start + chunk.tokens) for start, chunk in row.moved.items()]
         usable = []
         for found in spans:
-            is_moved = any(start < found.start + found.tokens and found.start < stop for start, stop in moved)
-            if not is_moved and self._is_usable(found.key):
+            stop = found.start + found.tokens
+            is_moved = any(first < stop and found.start < last for first, last in moved)
+            # It is text that fits the model's positions behind its prefix
+            ids = found.key.token_ids
+            fits = len(found.key.chunk_prefix_ids) + len(ids) <= self._most_tokens
+            if fits and not is_moved and self._placeholders.isdisjoint(ids):
                 usable.append(found)
         return usable
 
@@ -433,16 +478,12 @@ class Planner:
                 chain.append(span)
                 continue
             fingerprint = self.fingerprint + CHAIN
-            key = _known_key(fingerprint, row.ids[:start], row.ids[start:stop], self._store.namespace)
-            if not self._is_usable(key) or not self._store.contains(key) or self._fetch(plan, [key]):
+            key = _known_key(fingerprint, self._store.namespace, row.ids[:start], row.ids[start:stop])
+            is_text = self._placeholders.isdisjoint(key.token_ids)
+            if not is_text or not self._store.contains(key) or self._fetch(plan, [key]):
                 break
             chain.append(ChunkSpan(start, key, 0, stop - start))
         return [*chain, *spans[len(chain) :]]
-
-    def _is_usable(self, key: ChunkKey) -> bool:
-        """Whether a chunk is text that fits the model's positions behind its prefix."""
-        tokens = len(key.chunk_prefix_ids) + len(key.token_ids)
-        return tokens <= self._most_tokens and self._placeholders.isdisjoint(key.token_ids)
 
     def _place_chunks(
         self, plan: Plan, number: int, row: PromptRow, spans: list[ChunkSpan]
@@ -459,8 +500,15 @@ class Planner:
             first = max(span.start, row.before)
             count = min(stop, row.end - 1) - first
 
+            # Was it computed behind the tokens before it in the prompt, by the same frequencies?
+            key = span.key
+            is_whole = not span.first and span.start not in row.moved
+            is_exact = is_whole and span.start == exact_until and row.ids[: span.start] == key.chunk_prefix_ids
+            if is_exact:
+                stored = len(key.chunk_prefix_ids) + len(key.token_ids)
+                is_exact = self._frequencies == {frequency_regime(self._text_config, stored)}
+
             # Are its tokens as far from each other as in the store, and from the prompt's first token?
-            is_exact = span.start == exact_until and self._is_computed_there(row, span)
             if count > 0 and row.positions is not None:
                 run_start = int(row.positions.starts[first + count - 1 - row.before])
                 if run_start > span.start:
@@ -483,20 +531,12 @@ class Planner:
 
             inside = span.first + first - span.start
             fields = {"row": number, "start": column, "exact": is_exact, "number": index}
-            placed.append((span.key, {**fields, "first": inside, "count": count}))
+            placed.append((key, {**fields, "first": inside, "count": count}))
             if span.start in row.moved:
                 plan.found["moved_tokens"] += count
-            if first == span.start and span.key.chunk_prefix_ids == self._prefix_ids:
-                plan.found["seam_tokens"] += len(span.key.token_ids) - span.tokens
+            if first == span.start and key.chunk_prefix_ids == self._prefix_ids:
+                plan.found["seam_tokens"] += len(key.token_ids) - span.tokens
         return placed
-
-    def _is_computed_there(self, row: PromptRow, span: ChunkSpan) -> bool:
-        """Whether a chunk was computed behind the tokens before it in the prompt, by the same frequencies."""
-        key = span.key
-        if span.first or span.start in row.moved or row.ids[: span.start] != key.chunk_prefix_ids:
-            return False
-        stored = len(key.chunk_prefix_ids) + len(key.token_ids)
-        return self._frequencies == {frequency_regime(self._text_config, stored)}
 
     def _fetch(self, plan: Plan, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
         """Fetch the chunks that are stored and of this model; returns the keys of the others."""
@@ -549,7 +589,7 @@ class Planner:
 
 
 @lru_cache(maxsize=1024)
-def _known_key(fingerprint: str, chunk_prefix_ids: tuple[int, ...], ids: tuple[int, ...], namespace: str) -> ChunkKey:
+def _known_key(fingerprint: str, namespace: str, chunk_prefix_ids: tuple[int, ...], ids: tuple[int, ...]) -> ChunkKey:
     """The key of a chunk, whose digest is made once for the requests that use it."""
     return ChunkKey(fingerprint, chunk_prefix_ids, ids, namespace)
 

@@ -52,7 +52,7 @@ class TokenView:
             `rows`, no more than so many of the question's rows are computed, half of them its last.
         num_layers: how many layers the model has.
         weights: gives how much each token matters as far as it is known without computing, `[batch, columns]` float32;
-            `weights(importance, words)` says what is multiplied, see `hf_blend.prefill.importance`. None: unknown.
+            `weights(importance, words)` says what is multiplied, see `Plan.token_weights`. None: unknown.
     """
 
     layer: int
