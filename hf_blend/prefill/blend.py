@@ -183,27 +183,18 @@ class Prefill:
         self._row_axis: int | None = None  # of the hidden states, behind the axis of the batch
         self._kind = LayerKind()
         self._model_mask: Any = None  # of all tokens, as the layer was given it
-        self._awaited: set[str] | None = None  # what a partial run of the layer waits for; None: it runs to its end
+        self._awaited: set[str] = set()  # what a partial run of the layer waits for; none: it runs to its end
         self._capture: AttentionCapture | None = None
 
-        # Where tokens are selected
-        self._selects_first = False  # before layer 0
+        # Where tokens are selected: at the check layer, or the next one that has states to compare, or before layer 0
+        # where that needs none
+        blend = plan.config
+        most = selector.count(blend.recompute_ratio, plan.real.numel())
+        self._selects_first = not most or not selector.needs_kv
         self._check_layer = -1  # -1: at no layer
+        if not self._selects_first:
+            self._check_layer = next((index for index in with_states if index >= blend.check_layer), -1)
         self._is_narrowed = False  # some reusable tokens are computed no more
-        self._schedule(with_states)
-
-    def _schedule(self, with_states: Sequence[int]) -> None:
-        """Decide where tokens are selected: before the first layer if that needs no K and V, or at the check layer.
-
-        A selection of no tokens needs none. A check layer without states to compare is moved to the next of those that
-        have them.
-        """
-        config = self.plan.config
-        most = self.selector.count(config.recompute_ratio, self.plan.real.numel())
-        if most and self.selector.needs_kv:
-            self._check_layer = next((index for index in with_states if index >= config.check_layer), -1)
-        else:
-            self._selects_first = True
 
     def enter(self, index: int, call: LayerCall) -> None:
         """Make a layer's arguments ready: only the active rows, with their lines of the mask."""
@@ -252,7 +243,8 @@ class Prefill:
             self._rows.write_states(states, (keys, values))
         if index == 0 and self._kind.compares_keys:
             self.check_stored(states)
-        self.stop_when_ready("keys")
+        if self._awaited:
+            self.stop_when_ready("keys")
         layer = self.layers[index]
         return layer.keys, layer.values
 
@@ -302,7 +294,7 @@ class Prefill:
 
     def stop_when_ready(self, name: str) -> None:
         """End a partial run of a layer when the last of the `parts` that it waits for has come."""
-        if self._awaited is not None:
+        if name in self._awaited:
             self._awaited.discard(name)
             if not self._awaited:
                 raise StopForward
@@ -384,31 +376,36 @@ class Prefill:
     def _select(self, index: int, rows: Rows, fresh: KV | None) -> tuple[Tensor, list[int]]:
         """Mark the tokens that are computed from a layer on, `[batch, rows]`; also returns how many of each entry."""
         began_s = time.perf_counter()
-        ratio = self.plan.config.recompute_ratio
-        counts = [self.selector.count(ratio, tokens) for tokens in self.plan.stored_counts]
-        view = self._view(index, rows, fresh)
-        selected = torch.zeros_like(view.reusable)
-        if any(counts):
-            scores = self.selector.score(view)
-            selected = highest(scores.to(view.reusable.device), view.reusable, counts)
-        self.report._chosen.append((rows.columns, selected, self.request.past))
-        self.report.select_ms += 1e3 * (time.perf_counter() - began_s)
-        return selected, counts
+        plan = self.plan
+        selector = self.selector
+        ratio = plan.config.recompute_ratio
+        counts = [selector.count(ratio, tokens) for tokens in plan.stored_counts]
 
-    def _view(self, index: int, rows: Rows, fresh: KV | None) -> TokenView:
-        """What the selector sees of some rows at a layer."""
-        table = self.plan.token_table()
-        chunk, offset, tokens = table if rows.is_all else table.gather(2, rows.columns.expand(3, *rows.columns.shape))
+        # What the selector sees of these rows
+        table = plan.token_table()
+        if not rows.is_all:
+            table = table.gather(2, rows.columns.expand(3, *rows.columns.shape))
+        chunk, offset, tokens = table
         if rows.filler is not None:
             chunk = chunk.masked_fill(rows.filler, -1)
+        reusable = chunk >= 0
         optional: dict[str, Any] = {}
-        if self.selector.needs_question:
+        if selector.needs_question:
             optional["probe"] = self.run_probe
         if fresh is not None:
             optional["pair"] = lambda which: rows.take_pair((fresh[which], self._stored(index, fresh, which)))
         optional["num_layers"] = len(self._with_keys)
-        optional["weights"] = self.plan.token_weights
-        return TokenView(index, rows.columns, chunk >= 0, chunk, offset, tokens, **optional)
+        optional["weights"] = plan.token_weights
+        view = TokenView(index, rows.columns, reusable, chunk, offset, tokens, **optional)
+
+        # What it chooses
+        selected = torch.zeros_like(reusable)
+        if any(counts):
+            scores = selector.score(view)
+            selected = highest(scores.to(reusable.device), reusable, counts)
+        self.report._chosen.append((rows.columns, selected, self.request.past))
+        self.report.select_ms += 1e3 * (time.perf_counter() - began_s)
+        return selected, counts
 
     def _stored(self, index: int, states: KV, which: int) -> Tensor:
         """A copy of K (0) or V (1), or projections, of all new tokens, overwritten by the realigned stored chunks."""
@@ -437,7 +434,7 @@ class Prefill:
         except StopForward:
             return
         finally:
-            self._awaited = None
+            self._awaited = set()
             kind.restore(layer, before)
         raise UnsupportedModelError(
             f"layer {index} of {type(self.model).__name__} ran to its end without handing K and V to the cache, but "
@@ -469,7 +466,13 @@ class Prefill:
         opened again, and from then on each alone.
         """
         if index in self._opened:
-            if self._is_as_opened(index, keys):
+            states = self._opened[index][0]
+            table = self.realigner.tables[index]
+            first_table = self.realigner.tables[self._opened_with[index]]
+            if table is not None and first_table is not None:
+                table = table[0]
+                first_table = first_table[0]
+            if states.device == keys.device and states.dtype == keys.dtype and table is first_table:
                 return
             self._opens_several = False
             self.layers[index].reset()
@@ -500,15 +503,6 @@ class Prefill:
             self.realigner.write(index, chunks, *opened)
         else:
             (self.loader or self.realigner).write(index, chunks, *opened)
-
-    def _is_as_opened(self, index: int, keys: Tensor) -> bool:
-        """Whether a layer that was opened with an earlier one has the same device, dtype and rotary table."""
-        opened = self._opened[index][0]
-        table = self.realigner.tables[index]
-        first_table = self.realigner.tables[self._opened_with[index]]
-        if table is not None and first_table is not None:
-            table, first_table = table[0], first_table[0]
-        return opened.device == keys.device and opened.dtype == keys.dtype and table is first_table
 
     def _settle(self, index: int) -> None:
         """The layers before this one are done: free their columns beyond their windows."""

@@ -119,11 +119,9 @@ class ProbePass(Prefill):
             prefill.run_probe,
             prefill.extras,
         )
+        self._check_layer = -1
         self._observer = observer
         self._charge = prefill.report.charge
-
-    def _schedule(self, with_states: Sequence[int]) -> None:
-        """Select nowhere."""
 
     def enter(self, index: int, call: LayerCall) -> None:
         """Let a layer run for rows of the question."""
