@@ -97,18 +97,52 @@ class RowLines(ABC):
     def attend(
         self, stock: AttentionFn, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of the rows, in the place of a stock function of transformers and with its arguments."""
+        """Attention of the rows, in the place of a stock function of transformers and with its arguments.
+
+        Shapes: query `[batch, heads, rows, head_dim]`, key `[batch, kv_heads, keys, head_dim]`, value `[batch,
+        kv_heads, keys, value_dim]` → `[batch, rows, heads, value_dim]`, and no weights. Keys are not repeated for a
+        group of heads.
+        """
         special = [name for name in SPECIAL if kwargs.get(name) is not None]
-        implementation = module.config._attn_implementation
-        if special and is_flash(implementation):
+        if special and is_flash(module.config._attn_implementation):
             raise UnsupportedModelError(
-                f"attention is {implementation} with {' and '.join(special)}, but scattered rows go through sdpa, "
-                "which has none. Load the model with attn_implementation='eager'."
+                f"attention is {module.config._attn_implementation} with {' and '.join(special)}, but scattered rows "
+                "go through sdpa, which has none. Load the model with attn_implementation='eager'."
             )
         if special:
             return stock(module, query, key, value, self.plain(), **kwargs)
-        output = attend(query, key, value, self, kwargs.get("dropout", 0.0), kwargs.get("scaling"))
-        return output.transpose(1, 2).contiguous(), None
+
+        dropout = kwargs.get("dropout", 0.0)
+        scale = kwargs.get("scaling")
+        batch, heads, _, width = query.shape
+        kv_heads = key.shape[1]
+        group = heads // kv_heads
+        outputs = []
+        for block in self.blocks:
+            asking = query[:, :, block.rows]
+            rows = asking.shape[2]
+            keys, values = key, value
+            if (block.keys.start, block.keys.stop) != (0, key.shape[2]):
+                keys = key[:, :, block.keys]
+                values = value[:, :, block.keys]
+            repeats = 1
+            is_by_head = self.shape[1] > 1
+            if group > 1 and not is_by_head and batch == 1:  # one entry for each key head; nothing is copied
+                asking = asking.view(kv_heads, group, rows, width)
+                keys = keys.transpose(0, 1).expand(-1, group, -1, -1)
+                values = values.transpose(0, 1).expand(-1, group, -1, -1)
+            elif group > 1 and not is_by_head:  # the heads of a group one behind the other, as rows
+                asking = asking.reshape(batch, kv_heads, group * rows, width)
+                repeats = group
+            bias = self.bias(block, query.dtype, repeats)
+            is_grouped = is_by_head and group > 1
+            done = scaled_dot_product_attention(
+                asking, keys, values, bias, dropout, scale=scale, enable_gqa=is_grouped
+            )
+            done = done.view(batch, kv_heads, group, rows, -1)
+            outputs.append(done.permute(0, 3, 1, 2, 4).flatten(2, 3))
+        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        return output.contiguous(), None
 
     @cached_property
     def blocks(self) -> list[RowBlock]:
@@ -238,48 +272,6 @@ def is_flash(implementation: str) -> bool:
 def _visible(mask: Tensor) -> Tensor:
     """A mask, boolean or additive, as a boolean one."""
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-
-
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, lines: RowLines, dropout: float = 0.0, scale: float | None = None
-) -> Tensor:
-    """Attention of scattered rows.
-
-    Shapes: query `[batch, heads, rows, head_dim]`, key `[batch, kv_heads, keys, head_dim]`, value `[batch, kv_heads,
-    keys, value_dim]` → `[batch, heads, rows, value_dim]`.
-    """
-    outputs = []
-    for block in lines.blocks:
-        keys, values = key, value
-        if (block.keys.start, block.keys.stop) != (0, key.shape[2]):
-            keys, values = key[:, :, block.keys], value[:, :, block.keys]
-        done = _attend_block(query[:, :, block.rows], keys, values, lines, block, dropout, scale)
-        outputs.append(done.permute(0, 3, 1, 2, 4).flatten(2, 3))
-    rows = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
-    return rows.transpose(1, 2)
-
-
-def _attend_block(
-    query: Tensor, key: Tensor, value: Tensor, lines: RowLines, block: RowBlock, dropout: float, scale: float | None
-) -> Tensor:
-    """Attention of one block, `[batch, kv_heads, group, rows, value_dim]`; keys are not repeated for a group."""
-    batch, heads, rows, width = query.shape
-    kv_heads = key.shape[1]
-    group = heads // kv_heads
-    if group == 1 or lines.shape[1] > 1:
-        bias = lines.bias(block, query.dtype)
-        done = scaled_dot_product_attention(query, key, value, bias, dropout, scale=scale, enable_gqa=group > 1)
-        return done.view(batch, kv_heads, group, rows, -1)
-    if batch == 1:  # one entry for each key head; nothing is copied
-        bias = lines.bias(block, query.dtype)
-        by_head = query.view(kv_heads, group, rows, width)
-        keys = key.transpose(0, 1).expand(-1, group, -1, -1)
-        values = value.transpose(0, 1).expand(-1, group, -1, -1)
-        return scaled_dot_product_attention(by_head, keys, values, bias, dropout, scale=scale)[None]
-    folded = query.reshape(batch, kv_heads, group * rows, width)  # the heads of a group one behind the other, as rows
-    bias = lines.bias(block, query.dtype, group)
-    done = scaled_dot_product_attention(folded, key, value, bias, dropout, scale=scale)
-    return done.view(batch, kv_heads, group, rows, -1)
 
 
 def row_lines(

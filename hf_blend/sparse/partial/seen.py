@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ConfigError
-from ...model.attention import ROWS, STOCK, AttentionFn, MadeLines, attend
+from ...model.attention import ROWS, STOCK, AttentionFn, MadeLines
 from ..masks import cut_mask, is_cut
 
 
@@ -51,7 +51,6 @@ def attend_part(
         key = key.index_select(2, visible)
         value = value.index_select(2, visible)
         lines = lines.index_select(-1, visible.to(lines.device))
-    if module.config._attn_implementation == STOCK and kwargs.get("softcap") is None and kwargs.get("s_aux") is None:
-        output = attend(query, key, value, MadeLines(lines), kwargs.get("dropout", 0.0), kwargs.get("scaling"))
-        return output.transpose(1, 2).contiguous(), None
+    if module.config._attn_implementation == STOCK:
+        return MadeLines(lines).attend(stock, module, query, key, value, None, **kwargs)
     return stock(module, query, key, value, lines, **kwargs)
