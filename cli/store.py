@@ -138,7 +138,7 @@ def ls(
 def _first_words(opened: "ChunkStore", entries: "Sequence[EntryInfo]", model: str) -> dict[str, str]:
     """The first words of the chunks that a model's tokenizer made, by digest; none where there is no such model."""
     from hf_blend.evaluation.bundled import open_model
-    from hf_blend.prompt.tokenizer import tokenizer_digest
+    from hf_blend.prompt.pieces import tokenizer_digest
 
     if not entries:
         return {}

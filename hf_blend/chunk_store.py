@@ -95,10 +95,6 @@ class ChunkStore(Store):
         """True where each request loads only those blocks of a chunk that matter to it."""
         return self.part_loader is not None
 
-    def loader(self, cache: Any) -> Any:
-        """Make what loads chunks in part for the request of a cache; None where they are loaded whole."""
-        return None if self.part_loader is None else self.part_loader(cache)
-
     def recipe(self, model: nn.Module) -> Recipe:
         """Give the settings that a model is blended with where a caller says nothing, and where they are from.
 

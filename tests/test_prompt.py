@@ -6,8 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_blend.prompt.pieces import build, build_all, find_continued, tokenize
-from hf_blend.prompt.tokenizer import front_ids
+from hf_blend.prompt.pieces import build, build_all, find_continued, front_ids, tokenize
 
 ids = st.lists(st.integers(3, 127), min_size=1, max_size=6)
 

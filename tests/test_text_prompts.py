@@ -10,9 +10,8 @@ import torch
 
 from hf_blend import BlendCache, ChunkStore, PromptError, blended
 from hf_blend.prefill.report import warn_once
-from hf_blend.prompt.pieces import tokenize
+from hf_blend.prompt.pieces import tokenize, tokenizer_digest
 from hf_blend.prompt.text import build_text
-from hf_blend.prompt.tokenizer import tokenizer_digest
 from tests.asking import memory
 from tests.chat_templates import DOCUMENTS, JOINED, QUESTION
 

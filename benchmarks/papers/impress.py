@@ -30,7 +30,7 @@ from hf_blend.evaluation.tasks.base import Sample
 from hf_blend.evaluation.trial import FULL, WARM, EvalConfig, load_task
 from hf_blend.model.anatomy import decoder_layers, text_config
 from hf_blend.model.identity import fingerprint
-from hf_blend.prompt.tokenizer import front_ids
+from hf_blend.prompt.pieces import front_ids
 from hf_blend.sparse.partial.itf import probe_count, similarity, threshold
 from hf_blend.sparse.partial.loading import PartialLoading
 from hf_blend.sparse.partial.reader import keep_in_blocks

@@ -20,8 +20,7 @@ from transformers import Cache
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.config import BlendConfig
 from hf_blend.model.anatomy import cache_argument, input_device
-from hf_blend.prompt.pieces import Prompt, batch
-from hf_blend.prompt.tokenizer import front_ids
+from hf_blend.prompt.pieces import Prompt, batch, front_ids
 
 from ..answering import AnswerStreamer, ends_of, token_bytes
 from ..tasks.base import Sample

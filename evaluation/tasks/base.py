@@ -22,8 +22,7 @@ from random import Random
 from typing import Any, ClassVar
 
 from hf_blend.errors import ConfigError, PromptError, import_extra
-from hf_blend.prompt.pieces import tokenize
-from hf_blend.prompt.tokenizer import front_ids
+from hf_blend.prompt.pieces import front_ids, tokenize
 
 from ..rows import read_rows
 

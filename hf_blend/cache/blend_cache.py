@@ -35,10 +35,8 @@ from ..prefill.report import IMAGES_AGAIN, BlendReport, other_author, warn_once
 from ..prefill.request import NO_EDIT, Edit, PendingPrompt
 from ..prompt.documents import is_document
 from ..prompt.messages import build_messages
-from ..prompt.pieces import SEPARATOR, Prompt, batch, build_all, check_lengths, shared_tokens
+from ..prompt.pieces import SEPARATOR, Prompt, batch, build_all, check_lengths, shared_tokens, tokenizer_digest
 from ..prompt.text import build_text
-from ..prompt.tokenizer import tokenizer_digest
-from ..recipes import Recipe
 from ..store import ChunkStore
 from .edits import edit_of
 from .forwards import CacheForwards
@@ -104,10 +102,13 @@ class BlendCache(GuardedCache):
         """
         # Settle the settings
         refuse_wrapper(model)
-        is_given = config is not None or "selector" in settings
-        recipe = Recipe({}, "given by the caller") if is_given else store.recipe(model)
-        config = config or recipe.config()
-        self.config = config = BlendConfig.from_dict({**config.to_dict(), **settings})
+        source = "given by the caller"
+        if config is None and "selector" not in settings:
+            recipe = store.recipe(model)
+            config = recipe.config()
+            source = recipe.source
+        config = BlendConfig.from_dict({**vars(config or BlendConfig()), **settings})
+        self.config = config
         began_s = time.perf_counter()
         structure_of(model)  # drops what is remembered of the model if it is another at a glance
         config.refuse_depth(len(decoder_layers(model)))
@@ -130,7 +131,7 @@ class BlendCache(GuardedCache):
             info,
             read_info,
             selector,
-            recipe.source,
+            source,
             prefix_ids,
             kv,
             BlendReport(config.recompute_ratio),
@@ -290,7 +291,9 @@ class BlendCache(GuardedCache):
         self._refuse_unannounced()
         state = self.state
         if getattr(state.kv.all[layer_idx], "visible", None) is not None:
-            state.loader = state.loader or self.store.loader(state)
+            make_loader = self.store.part_loader
+            if state.loader is None and make_loader is not None:
+                state.loader = make_loader(state)
             if state.loader is not None:
                 state.loader.begin_layer(layer_idx)
                 keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)

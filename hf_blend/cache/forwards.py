@@ -204,7 +204,7 @@ class CacheForwards:
             author = author_of(state.model)
             refuse_other_author(state.author, author, past, ASK_AGAIN)
         state.author = author
-        self._snapshots = state.kv.snapshots()
+        self._snapshots = [layer.snapshot() for layer in state.kv.of_tokens]
         return author
 
     def _begin_plain(self, request: Request) -> None:
@@ -289,14 +289,15 @@ class CacheForwards:
             ConfigError: of the cached tokens some layers loaded a part only.
         """
         state = self.state
-        if state.kv.are_partial:
+        if request.past and state.kv.are_partial:
             raise ConfigError(
                 f"a prompt came behind {request.past} tokens of which some layers loaded a part only, but it would "
                 "attend to all of them. reset() the cache and pass the whole conversation, or open the store without "
                 "partial."
             )
         realigner = Realigner(state.info.styles, report, plan.chunks)
-        state.loader = state.store.loader(state)
+        make_loader = state.store.part_loader
+        state.loader = None if make_loader is None else make_loader(state)
         if state.loader is not None:
             state.loader.realigner = realigner
         self.prefill = Prefill(

@@ -54,7 +54,7 @@ class Healing:
         device, decoder = input_device(model), decoder_of(model)
         cache = cache_class_for(Cache, model)(layers=self.kv.all)
         positions = torch.arange(start, stop, device=device)[None].expand(len(ids), -1)
-        snapshots = self.kv.snapshots()
+        snapshots = [layer.snapshot() for layer in self.kv.of_tokens]
         try:
             with canonical(model):
                 decoder(

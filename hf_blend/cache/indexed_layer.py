@@ -19,6 +19,8 @@ from .quantised_layer import QuantisedLayer
 class IndexedKind(LayerKind):
     """The indexer's keys of one layer in a prefill; where they are stored unrotated, the layer rotates all of them."""
 
+    is_plain = False
+
     def __init__(self) -> None:
         self._table: Table | None = None  # of all tokens, past and new, where the layer needs it
         self._keys: Tensor | None = None  # of the new tokens, `[batch, tokens, width]`

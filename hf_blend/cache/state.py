@@ -130,12 +130,8 @@ class KVLayers:
         """How many batch entries there are; 0 in empty layers."""
         return self.with_kv[0].batch_size if self.with_kv else 0
 
-    def snapshots(self) -> list[Any]:
-        """What `restore` needs."""
-        return [layer.snapshot() for layer in self.of_tokens]
-
     def restore(self, snapshots: Sequence[Any]) -> None:
-        """Forget the tokens that came since `snapshots` were made."""
+        """Forget the tokens that came since `snapshots` were made, one by `snapshot` of each layer of tokens."""
         for layer, snapshot in zip(self.of_tokens, snapshots, strict=True):
             layer.restore(snapshot)
 

@@ -28,7 +28,7 @@ FLAGS = ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_p
 class MixerKind(LayerKind):
     """The mixer of one layer in a prefill: which rows it projects, and what stands for the others."""
 
-    has_keys = attends = compares_keys = False
+    has_keys = attends = compares_keys = is_plain = False
     parts = frozenset({"projections"})
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ from ..model.anatomy import cache_argument
 from ..model.identity import author_of
 from ..prompt.detokenizer import Detokenizer, TokenStreamer
 from ..prompt.messages import text_with_documents, with_documents
-from ..prompt.tokenizer import tokenizer_digest
+from ..prompt.pieces import tokenizer_digest
 from ..store import ChunkStore
 
 __all__ = ["Answer", "Answerer"]

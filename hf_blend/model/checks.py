@@ -301,14 +301,14 @@ def plain_noise(model: nn.Module, ids: Tensor, rows: int) -> float:
     return noise
 
 
-def verdict_of(subject: CheckedModel, use: Use) -> tuple[str, bool] | None:
+def verdict_of(model: nn.Module, use: Use) -> tuple[str, bool] | None:
     """The verdict on a use of a model as it is now, `PASSED` where nothing is wrong; None: it was not tested."""
-    return _complaints.get(subject.model, {}).get(_state(subject, use))
+    return _complaints.get(model, {}).get(_state(model, use))
 
 
-def set_passed(subject: CheckedModel, use: Use) -> None:
+def set_passed(model: nn.Module, use: Use) -> None:
     """Take over that a model as it is now has passed the checks of a use."""
-    _complaints.setdefault(subject.model, {})[_state(subject, use)] = PASSED
+    _complaints.setdefault(model, {})[_state(model, use)] = PASSED
 
 
 def ensure_passed(subject: CheckedModel, use: Use, allow_unverified: bool = False) -> None:
@@ -317,7 +317,8 @@ def ensure_passed(subject: CheckedModel, use: Use, allow_unverified: bool = Fals
     with PROBING:
         if use.name in _testing.get(model, ()):
             return
-        complaints, state = _complaints.setdefault(model, {}), _state(subject, use)
+        complaints = _complaints.setdefault(model, {})
+        state = _state(model, use, subject.kind)
         if state not in complaints:
             _testing.setdefault(model, set()).add(use.name)
             try:
@@ -336,10 +337,9 @@ def ensure_passed(subject: CheckedModel, use: Use, allow_unverified: bool = Fals
             logger.warning("the model is used without being verified (allow_unverified): %s", complaint)
 
 
-def _state(subject: CheckedModel, use: Use) -> tuple[Any, ...]:
-    model = subject.model
+def _state(model: nn.Module, use: Use, kind: Any = ()) -> tuple[Any, ...]:
     attention = getattr(text_config(model), "_attn_implementation", None)
-    return use.name, subject.kind, model.dtype, attention, is_extended(model), structure_of(model)
+    return use.name, kind, model.dtype, attention, is_extended(model), structure_of(model)
 
 
 def _complaint(subject: CheckedModel, use: Use) -> tuple[str, bool] | None:

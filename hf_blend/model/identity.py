@@ -369,12 +369,6 @@ def sampled(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [torch.cat(values).view(torch.uint8) for values in by_kind.values()]
 
 
-def is_same_sample(new: Sequence[Tensor], old: Sequence[Tensor]) -> bool:
-    """Whether two samples of the same tensors are equal by their bits, so that NaN is itself; asks the device once."""
-    flags = [(one != other).any() for one, other in zip(new, old, strict=True)]
-    return not flags or not torch.stack([flag.to(flags[0].device) for flag in flags]).any().item()
-
-
 @dataclass
 class _Record:
     """The identity of a live model, and what a change of the model is noticed by."""
@@ -429,7 +423,11 @@ def identity_of(model: nn.Module, reread: bool = False, asks_device: bool = True
         locations, stored = located(tensors)
         samples = sampled(stored)  # before all is read: a change meanwhile shows
         is_known = bool(record.weights) and not reread and locations == record.locations
-        if not is_known or not is_same_sample(samples, record.samples):
+        if is_known and samples:
+            # Equal by their bits, so that NaN is itself; the device is asked once
+            flags = [(one != other).any() for one, other in zip(samples, record.samples, strict=True)]
+            is_known = not torch.stack([flag.to(flags[0].device) for flag in flags]).any().item()
+        if not is_known:
             record.weights = weight_digest(model, tensors)
             record.locations = locations
             record.samples = samples

@@ -71,6 +71,7 @@ class LayerKind:
     has_states = True  # False: it keeps nothing at all
     attends = True  # False: it has no attention
     compares_keys = True  # False: at layer 0 it checks what is stored by something else
+    is_plain = True  # none of the methods has anything to do
     # what a partial run of the layer waits for, see `Prefill.stop_when_ready`
     parts: frozenset[str] = frozenset({"keys"})
 
@@ -189,8 +190,7 @@ class Prefill:
         # Where tokens are selected: at the check layer, or the next one that has states to compare, or before layer 0
         # where that needs none
         blend = plan.config
-        most = selector.count(blend.recompute_ratio, plan.real.numel())
-        self._selects_first = not most or not selector.needs_kv
+        self._selects_first = not selector.needs_kv or not selector.count(blend.recompute_ratio, plan.real.numel())
         self._check_layer = -1  # -1: at no layer
         if not self._selects_first:
             self._check_layer = next((index for index in with_states if index >= blend.check_layer), -1)
@@ -312,7 +312,8 @@ class Prefill:
         if self._settles:
             self._settle(index)
         self._leave_layer()
-        self._kind = self._kinds[index]
+        kind = self._kinds[index]
+        self._kind = kind
         self._model_mask = call.arguments.get(call.mask_name)
 
         # Several layers are given the same table
@@ -320,11 +321,14 @@ class Prefill:
         if embeddings is None or embeddings is not self._embeddings:
             self._table = rotary_table(call.arguments, call.layer)
             self._embeddings = embeddings
-        return self._kind.enter(self, index, call, self._table)
+        if kind.is_plain:
+            return self._table
+        return kind.enter(self, index, call, self._table)
 
     def _leave_layer(self) -> None:
         """Remove the hooks from the layer that runs and from its attention."""
-        self._kind.leave()
+        if not self._kind.is_plain:
+            self._kind.leave()
         if self._capture is not None:
             self._capture.close()
             self._capture = None
@@ -428,14 +432,15 @@ class Prefill:
         layer = self.layers[index]
         self._record_work(index, kv_only=True)
         self._awaited = set(kind.parts)
-        before = kind.snapshot(layer)
+        before = None if kind.is_plain else kind.snapshot(layer)
         try:
             call.layer.forward(call.hidden, **call.arguments)  # not __call__: its hooks do not run again
         except StopForward:
             return
         finally:
             self._awaited = set()
-            kind.restore(layer, before)
+            if not kind.is_plain:
+                kind.restore(layer, before)
         raise UnsupportedModelError(
             f"layer {index} of {type(self.model).__name__} ran to its end without handing K and V to the cache, but "
             "blending waits for them there. Use full prefill for this model."
@@ -456,7 +461,8 @@ class Prefill:
         if self._counts_positions:
             columns = rows.columns[0]
             self.past = self.request.past + columns - torch.arange(len(columns), device=columns.device)
-        self._kind.take_rows(self, call, rows)
+        if not self._kind.is_plain:
+            self._kind.take_rows(self, call, rows)
 
     def _open(self, index: int, keys: Tensor, values: Tensor) -> None:
         """Open a layer's columns for the new tokens, and write what is stored.

@@ -349,7 +349,6 @@ class Planner:
         longest = getattr(self._text_config, "max_position_embeddings", None)
         self._most_tokens = math.inf if longest is None else longest  # of a chunk and its prefix, or it is computed
         self._frequencies: set[tuple[int, ...]] = set()  # those of the forward that is planned
-        self._scales = scales_by_position(self._text_config)
 
     def plan(self, rows: Sequence[PromptRow], width: int, logits_rows: int = 1, length: int | None = None) -> Plan:
         """Decide which of `width` new columns are reused; `length` is one more than the largest position, if known."""
@@ -514,7 +513,7 @@ class Planner:
                 if run_start > span.start:
                     plan.uneven_chunks += 1
                     continue
-                if run_start > 0 or (row.positions.is_moved and self._scales):
+                if run_start > 0 or (row.positions.is_moved and scales_by_position(self._text_config)):
                     is_exact = False
             if is_exact:
                 exact_until = stop

@@ -46,32 +46,6 @@ class Placement:
     row: int
     layer_bytes: int
 
-    @classmethod
-    def of(cls, chunks: tuple[PlacedChunk, ...], device: torch.device) -> "Placement":
-        """Find the columns of some chunks, without asking the device."""
-        # Their columns
-        row = chunks[0].row
-        is_one_row = all(chunk.row == row for chunk in chunks)
-        columns: Tensor | slice = slice(chunks[0].start, chunks[-1].columns.stop)
-        if not is_one_row or any(chunk.columns.stop != other.start for chunk, other in pairwise(chunks)):
-            ranges = [torch.arange(chunk.columns.start, chunk.columns.stop) for chunk in chunks]
-            columns = torch.cat(ranges).to(device)
-
-        # Their batch entries
-        rows = None
-        if not is_one_row:
-            lengths = torch.tensor([chunk.tokens for chunk in chunks])
-            rows = torch.tensor([chunk.row for chunk in chunks]).repeat_interleave(lengths).to(device)
-
-        # The bytes of a layer
-        layer_bytes = 0
-        stacks = [chunk.chunk.layers for chunk in chunks]
-        if all(type(stack) is StackedLayers for stack in stacks):
-            keys = stacks[0].keys  # type: ignore[attr-defined]
-            token_bytes = keys[0].nbytes // keys.shape[2]
-            layer_bytes = max(1, token_bytes * sum(chunk.tokens for chunk in chunks))
-        return cls(chunks, columns, rows, row, layer_bytes)
-
     def write(self, states: Tensor, pieces: Sequence[Tensor]) -> None:
         """Write `[layers, heads, tokens of one chunk, width]` to `[layers, batch, heads, columns, width]`."""
         is_slice = isinstance(self.columns, slice)
@@ -95,17 +69,6 @@ class Placement:
         if isinstance(self.columns, slice):
             return states[self.row, :, self.columns]
         return states[self.row].index_select(1, self.columns)
-
-    def read_table(self, table: Table) -> Table:
-        """`[tokens, width]` of cos and sin of a rotary table, `[batch or 1, columns, width]` each."""
-        cos, sin = table
-        row: int | Tensor = 0
-        if cos.shape[0] > 1:
-            row = self.row if self.rows is None else self.rows.to(cos.device)
-        columns = self.columns
-        if isinstance(columns, Tensor):
-            columns = columns.to(cos.device)
-        return cos[row, columns], sin[row, columns]
 
 
 class Realigner:
@@ -231,11 +194,35 @@ class Realigner:
         return rotated(style, (cos[tokens], sin[tokens]), [keys[None]])[0]
 
     def _placed(self, chunks: Sequence[PlacedChunk], device: torch.device) -> Placement:
-        """The placement of some chunks, made once."""
+        """The placement of some chunks, made once, without asking the device."""
         key = (device, tuple(chunks))
-        if key not in self._placements:
-            self._placements[key] = Placement.of(key[1], device)
-        return self._placements[key]
+        if key in self._placements:
+            return self._placements[key]
+
+        # Their columns
+        row = chunks[0].row
+        is_one_row = all(chunk.row == row for chunk in chunks)
+        columns: Tensor | slice = slice(chunks[0].start, chunks[-1].columns.stop)
+        if not is_one_row or any(chunk.columns.stop != other.start for chunk, other in pairwise(chunks)):
+            ranges = [torch.arange(chunk.columns.start, chunk.columns.stop) for chunk in chunks]
+            columns = torch.cat(ranges).to(device)
+
+        # Their batch entries
+        rows = None
+        if not is_one_row:
+            lengths = torch.tensor([chunk.tokens for chunk in chunks])
+            rows = torch.tensor([chunk.row for chunk in chunks]).repeat_interleave(lengths).to(device)
+
+        # The bytes of a layer
+        layer_bytes = 0
+        stacks = [chunk.chunk.layers for chunk in chunks]
+        if all(type(stack) is StackedLayers for stack in stacks):
+            keys = stacks[0].keys  # type: ignore[attr-defined]
+            token_bytes = keys[0].nbytes // keys.shape[2]
+            layer_bytes = max(1, token_bytes * sum(chunk.tokens for chunk in chunks))
+        placed = Placement(key[1], columns, rows, row, layer_bytes)
+        self._placements[key] = placed
+        return placed
 
     def _realigned(self, layer: int, placed: Placement, which: int, device: torch.device) -> Tensor:
         """What is stored of all tokens of some chunks, `[heads, tokens, width]`, rotated for this prompt."""
@@ -260,7 +247,14 @@ class Realigner:
         every = self._placed(self._all, table[0].device) if self._all else placed
         if placed.chunks == every.chunks:
             # From the positions in the chunks to those in the prompt
-            new = placed.read_table(table)
+            cos, sin = table
+            row: int | Tensor = 0
+            if cos.shape[0] > 1:
+                row = placed.row if placed.rows is None else placed.rows.to(cos.device)
+            columns = placed.columns
+            if isinstance(columns, Tensor):
+                columns = columns.to(cos.device)
+            new = cos[row, columns], sin[row, columns]
             old_cos, old_sin = [], []
             for chunk in placed.chunks:
                 cos, sin = chunk.chunk.tables[chunk.chunk.layer_table[layer]]

@@ -203,23 +203,22 @@ class RowArguments:
                 f"the attention of layer {index}, {type(call.layer).__name__}, was not found, so it cannot go "
                 f"through sdpa instead of {self._implementation}. Load the model with attn_implementation='sdpa'."
             )
+
+        # Layers with the same mask and window share what is cut
         is_kept = self._takes_lines and index in self._handing_on
-        made = self._cut_mask(index, rows, mask, is_kept)
+        window = getattr(self._sources[index], "sliding_window", None)  # says how many keys a row of a mask has
+        for known, of_rows, of_window, of_kept, cut in self._masks:
+            if known is mask and of_rows is rows and of_window == window and of_kept == is_kept:
+                made = cut
+                break
+        else:
+            made = self._mask(index, rows, mask, window, is_kept)
+            self._masks.append((mask, rows, window, is_kept, made))
         if is_kept:
             call.arguments[call.mask_name] = None
             call.arguments[ROWS] = made
         else:
             call.arguments[call.mask_name] = made
-
-    def _cut_mask(self, index: int, rows: Rows, mask: Any, is_kept: bool) -> Any:
-        """A layer's mask for some rows; layers with the same mask and window share it."""
-        window = getattr(self._sources[index], "sliding_window", None)  # says how many keys a row of a mask has
-        for known, of_rows, of_window, of_kept, made in self._masks:
-            if known is mask and of_rows is rows and of_window == window and of_kept == is_kept:
-                return made
-        made = self._mask(index, rows, mask, window, is_kept)
-        self._masks.append((mask, rows, window, is_kept, made))
-        return made
 
     def _mask(self, index: int, rows: Rows, model_mask: Any, window: int | None, is_kept: bool) -> Any:
         """The rows' lines of a mask, or a plain mask in the form that the model's attention takes."""

@@ -1,15 +1,18 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts from pieces, which are tokenised one by one and joined as ids, never as text.
+"""Prompts from pieces, which are tokenised one by one and joined as ids, never as text; and digests of tokenizers.
 
 Tokenising the joined text would merge tokens across the seams, so that stored chunks would not be found.
 """
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import index
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -18,12 +21,15 @@ from torch import Tensor
 from ..errors import PromptError, PromptLengthError
 from ..rotary.base import stretches
 from .documents import EXPECTED, is_list, list_documents, text_of
-from .tokenizer import front_ids, inner_ids
-from .tokenizer import tokenizer_digest as tokenizer_digest  # the store asks here
 
 Piece = str | Sequence[int]
 SEPARATOR = "\n\n"
+SAMPLED = 1024  # words of a vocabulary, about: to sort all of it takes as long as a short prompt
 UNKNOWN = -1  # id of a token that came as an embedding, or in a forward that no hook saw
+# letters, digits, white space, marks and scripts that tokenizers treat apart
+_PROBE = "The cats' 2026 naïve  test,\n\n\tline — 日本語 🙂 Привет مرحبا <|im_end|> </s> [INST] don't\r\n "
+
+_known: WeakKeyDictionary[Any, tuple[int, str]] = WeakKeyDictionary()
 
 
 class Span(NamedTuple):
@@ -137,6 +143,45 @@ def check_text(text: str) -> None:
             f"{error.start}, which is half of a surrogate pair and no character of its own. Read files with the right "
             "encoding, or text.encode(errors='replace').decode()."
         ) from error
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """A digest of what tells tokenizers apart: size, a sample of the vocabulary, and the ids of a line of text."""
+    if not hasattr(tokenizer, "get_vocab"):
+        return ""
+    size = len(tokenizer)
+    cached = _known.get(tokenizer)
+    if cached is not None and cached[0] == size:
+        return cached[1]
+    made = tokenizer.encode(_PROBE, add_special_tokens=False)
+    step = max(1, size // SAMPLED)
+    sample = sorted(item for item in tokenizer.get_vocab().items() if item[1] % step == 0)
+    content = json.dumps([size, sample, list(made)])
+    digest = hashlib.sha256(content.encode()).hexdigest()[:12]
+    _known[tokenizer] = size, digest
+    return digest
+
+
+def front_ids(tokenizer: Any) -> tuple[int, ...]:
+    """Return the special tokens that a tokenizer puts before a text, such as BOS; it may put none."""
+    if tokenizer is None:
+        return ()
+    bare = list(tokenizer.encode("a", add_special_tokens=False))
+    made = list(tokenizer.encode("a", add_special_tokens=True))
+    for start in range(len(made)):
+        if made[start : start + len(bare)] == bare:
+            return tuple(made[:start])
+    return ()
+
+
+def inner_ids(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """Token ids of a text between two others; at the edge of a text, white space may have other tokens."""
+    edge = list(tokenizer.encode("a", add_special_tokens=False))
+    made = list(tokenizer.encode(f"a{text}a", add_special_tokens=False))
+    stop = len(made) - len(edge)
+    if made[: len(edge)] == edge == made[stop:]:
+        return tuple(made[len(edge) : stop])
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
 def tokenize(tokenizer: Any, piece: Piece) -> tuple[int, ...]:
