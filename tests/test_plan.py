@@ -82,8 +82,7 @@ def test_parse_counts_tokens_before_new_ones_without_padding(shared_model):
     rows = [[8, 9], [8, 9]]
     arguments = {"input_ids": torch.tensor(rows), "attention_mask": mask, "logits_to_keep": 1}
     request = Request.parse(arguments, shared_model(), 7, PendingPrompt())
-    assert request.rows == rows
-    assert request.before == [5, 4]
+    assert [(list(row.ids), row.before) for row in request.rows] == [(rows[0], 5), (rows[1], 4)]
 
 
 def test_chunk_whose_edges_differ_is_reused_inside_and_never_exact(planner):

@@ -288,7 +288,7 @@ class BlendCache(GuardedCache):
         prefill = self._forwards.prefill
         if prefill is not None:
             return prefill.update(layer_idx, key_states, value_states)
-        self._refuse_unannounced()
+        self._forwards.refuse_unannounced()
         state = self.state
         if getattr(state.kv.all[layer_idx], "visible", None) is not None:
             make_loader = self.store.part_loader
@@ -300,19 +300,14 @@ class BlendCache(GuardedCache):
                 return state.loader.mark_keys(layer_idx, keys), values
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
-    def _refuse_unannounced(self) -> None:
-        """Refuse K, V or states from another model object; a compiled step is checked when it is compiled."""
-        if not torch.compiler.is_compiling():
-            self._forwards.refuse_unannounced()
-
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
         """Store the last inputs of a layer's convolution; refuse those of another model object."""
-        self._refuse_unannounced()
+        self._forwards.refuse_unannounced()
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
         """Store the state of a layer behind its last token; refuse one of another model object."""
-        self._refuse_unannounced()
+        self._forwards.refuse_unannounced()
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
@@ -323,7 +318,7 @@ class BlendCache(GuardedCache):
         prefill = self._forwards.prefill
         if prefill is not None:
             return prefill.update_indexer(layer_idx, indexer_key_states)
-        self._refuse_unannounced()
+        self._forwards.refuse_unannounced()
         return super().update_indexer(indexer_key_states, layer_idx)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

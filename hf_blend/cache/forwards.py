@@ -152,21 +152,17 @@ class CacheForwards:
         if snapshots is not None:
             state.kv.restore(snapshots)
             state.tokens.crop(self._past)
-        elif has_begun and state.kv.have_states:
-            self._undo_states()
+        elif has_begun and any(hasattr(layer, "has_only_state") for layer in state.kv.of_tokens):
+            if self._past:
+                state.is_cut = True  # nobody knows which states have moved on
+            else:
+                for layer in state.kv.of_tokens:
+                    layer.reset()
         try:
             state.rollback_partial_forward()
         except ConfigError:
             return  # the next use of the cache says it
         state.crop_tokens(state.kv.length)
-
-    def _undo_states(self) -> None:
-        """Empty the layers behind a failed first forward; behind another one nobody knows which states moved on."""
-        if self._past:
-            self.state.is_cut = True
-        else:
-            for layer in self.state.kv.of_tokens:
-                layer.reset()
 
     def stop(self) -> None:
         """Undo a forward that was interrupted, as by Ctrl+C, behind which torch calls no hook."""
@@ -187,8 +183,8 @@ class CacheForwards:
             state.is_inference = False
 
     def refuse_unannounced(self) -> None:
-        """Refuse K and V of a call that no hook announced."""
-        if not self.is_running:
+        """Refuse K, V or states of a call that no hook announced; a compiled step is checked when it is compiled."""
+        if not torch.compiler.is_compiling() and not self.is_running:
             model = self.state.model
             raise ConfigError(
                 f"K and V came to a BlendCache made for {type(model).__name__} at {id(model):#x} from a call that it "

@@ -116,11 +116,6 @@ class KVLayers:
         return any(getattr(layer, "visible", None) is not None for layer in self.all)
 
     @property
-    def have_states(self) -> bool:
-        """Whether some layer keeps a state of all tokens, which is not cropped."""
-        return any(hasattr(layer, "has_only_state") for layer in self.of_tokens)
-
-    @property
     def length(self) -> int:
         """How many tokens have gone through all layers; between two layers of a forward, those before it."""
         return self.with_kv[-1].get_seq_length() if self.with_kv else 0

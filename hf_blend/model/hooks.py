@@ -88,7 +88,8 @@ class ForwardHooks:
         names = parameter_names(type(module)) or ("input_ids", "attention_mask")  # type: ignore[arg-type]
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         if self._layers and torch.compiler.is_compiling():
-            if not _is_single_token(arguments):
+            ids = arguments.get("input_ids")
+            if ids is None or ids.shape[1] != 1:
                 _refuse_compiled()
             return None  # a compiled step appends its token without being noticed
         if self._after:
@@ -128,11 +129,6 @@ class ForwardHooks:
         cache, arguments = self._cache(), (*args, *(kwargs or {}).values())
         carries = cache is not None and any(value is cache for value in arguments)
         return self._listener() if carries else None
-
-
-def _is_single_token(arguments: dict[str, Any]) -> bool:
-    ids = arguments.get("input_ids")
-    return ids is not None and ids.shape[1] == 1
 
 
 @torch.compiler.disable

@@ -144,13 +144,14 @@ class PlacedChunk:
 
 @dataclass(frozen=True)
 class PromptRow:
-    """The new tokens of one batch entry, and the prompt that they are a part of."""
+    """The new tokens of one batch entry, without padding, and the prompt that they are a part of."""
 
-    ids: tuple[int, ...]  # of the prompt, its earlier tokens included; a draft behind it has none
+    ids: tuple[int, ...]  # of the prompt, its earlier tokens included where it is known; a draft behind it has none
     end: int  # one more than the number in the prompt of the last new token
     start: int  # column of the first new token, among the new columns
     before: int = 0  # how many of the prompt's tokens are in the cache already
     columns: tuple[int, ...] = ()  # of each new token, where padding is between them; else empty
+    columns_and_positions: np.ndarray | None = None  # of each new token as they came, `[1 + axes, tokens]`
     positions: TokenPositions | None = None  # None: each token is at the position of its number
     spans: Sequence[Span] | None = None  # where the chunks are; None: they are searched for in the store
     prefix: int | None = None  # how many of the tokens before the first chunk are one more entry; None: all

@@ -25,8 +25,7 @@ NOT_TEXT = "came with the prompt, as with an image, video or sound, but only tex
 class Request:
     """What one forward of the model brings, read once from its arguments.
 
-    Where no chunk can be reused, `fallback_reason` says why, and what follows `mask` is empty. The lists have an item
-    for each batch entry.
+    Where no chunk can be reused, `fallback_reason` says why, and what follows `mask` is empty.
     """
 
     arguments: Mapping[str, Any]  # of the model, by name, without its caches
@@ -35,11 +34,7 @@ class Request:
     fallback_reason: str = ""
     ids: Tensor | None = None  # `[batch, width]`
     mask: Tensor | None = None  # of the columns, `[batch, past + width]`
-    rows: Sequence[list[int]] = ()  # the new ids, without padding
-    starts: Sequence[int] = ()  # the column of the first of them, among the new columns
-    before: Sequence[int] = ()  # how many tokens of the prompt are in the cache already
-    columns: Sequence[tuple[int, ...]] = ()  # of each token, where padding is between them; else empty
-    columns_and_positions: Sequence[np.ndarray] = ()  # of each token, `[1 + axes, tokens]`
+    rows: Sequence[PromptRow] = ()  # of each batch entry, with the new ids alone
     logits_rows: int = 1  # of how many last tokens the logits are asked for
     length: int | None = None  # one more than the largest position, where the caller passed positions
 
@@ -73,23 +68,23 @@ class Request:
         has_gaps = (is_real[:, 1:] < is_real[:, :-1]).any(axis=1)
         if has_gaps.any() and not (pending.prompts and is_real[:, -1].all()):
             return replace(request, fallback_reason=PADDED_INSIDE)
-        rows, starts, counts, columns, kept = [], [], [], [], []
+        rows = []
         for number, real in enumerate(is_real):
-            rows.append(new_ids[number][real].tolist())
-            starts.append(width - len(rows[-1]))
-            columns.append(tuple(np.flatnonzero(real).tolist()) if has_gaps[number] else ())
-            kept.append(everywhere[number][:, real])
-            counts.append(int(is_cached[number].sum()))
-        return replace(
-            request,
-            rows=rows,
-            starts=starts,
-            before=counts,
-            columns=columns,
-            columns_and_positions=kept,
-            logits_rows=int(arguments["logits_to_keep"]),
-            length=length,
-        )
+            row_ids = tuple(new_ids[number][real].tolist())
+            before = int(is_cached[number].sum())
+            columns: tuple[int, ...] = ()
+            if has_gaps[number]:
+                columns = tuple(np.flatnonzero(real).tolist())
+            row = PromptRow(
+                ids=row_ids,
+                end=before + len(row_ids),
+                start=width - len(row_ids),
+                before=before,
+                columns=columns,
+                columns_and_positions=everywhere[number][:, real],
+            )
+            rows.append(row)
+        return replace(request, rows=rows, logits_rows=int(arguments["logits_to_keep"]), length=length)
 
     def real_tokens(self) -> int:
         """How many tokens are not padding, all batch entries; may ask the device."""
@@ -149,28 +144,21 @@ class PendingPrompt:
         """For each row of a forward the prompt that it continues; and what is pending after this forward."""
         prompts = None
         if self.prompts:
-            prompts = find_continued(self.prompts, request.rows, request.before)
+            new = [row.ids for row in request.rows]
+            prompts = find_continued(self.prompts, new, [row.before for row in request.rows])
         is_other = prompts is None
-        behind = request.past if prompts is None else self.cached
-        rows, runs = [], []
-        for number, ids in enumerate(request.rows):
-            before = 0
+        behind = request.past if is_other else self.cached
+        rows = []
+        runs = []
+        for number, row in enumerate(request.rows):
             run = None
-            if not is_other:
-                before = request.before[number]
-                if len(self.runs) == len(request.rows):
-                    run = self.runs[number]
-            positions, run = find_runs(request.columns_and_positions[number], before, request.past, run)
+            if is_other:
+                row = replace(row, before=0, end=len(row.ids))
+            elif len(self.runs) == len(request.rows):
+                run = self.runs[number]
+            positions, run = find_runs(row.columns_and_positions, row.before, request.past, run)
             runs.append(run)
-            row = PromptRow(
-                ids=tuple(ids),
-                end=before + len(ids),
-                start=request.starts[number],
-                before=before,
-                columns=request.columns[number],
-                positions=positions,
-                is_first=not behind,
-            )
+            row = replace(row, positions=positions, is_first=not behind)
             if prompts is not None:
                 prompt = prompts[number]
                 row = replace(
