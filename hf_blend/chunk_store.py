@@ -145,9 +145,9 @@ class ChunkStore(Store):
             PromptError: `documents` is not a list, or a document is empty.
         """
         from .model.identity import fingerprint
-        from .prompt.pieces import tokenize_chunks
+        from .prompt.pieces import list_chunks, tokenize_chunks
 
-        ids = tokenize_chunks(tokenizer, documents)
+        ids = tokenize_chunks(tokenizer, list_chunks(documents))
         return [documents[number] for number in self.order_of(fingerprint(model), ids)]
 
     def add(
@@ -204,8 +204,9 @@ class ChunkStore(Store):
         Nothing is computed. Raises PromptError if `chunks` is not a list, or a chunk is empty.
         """
         from .model.identity import fingerprint
-        from .prompt.pieces import tokenize_chunks
+        from .prompt.pieces import list_chunks, tokenize_chunks
 
         identity = fingerprint(model)
         prefix_ids = self.default_prefix(model, tokenizer) if chunk_prefix_ids is None else tuple(chunk_prefix_ids)
-        return [ChunkKey(identity, prefix_ids, ids, self.namespace) for ids in tokenize_chunks(tokenizer, chunks)]
+        listed = list_chunks(chunks)
+        return [ChunkKey(identity, prefix_ids, ids, self.namespace) for ids in tokenize_chunks(tokenizer, listed)]

@@ -210,13 +210,12 @@ def list_chunks(chunks: Any) -> list[Piece]:
     return listed
 
 
-def tokenize_chunks(tokenizer: Any, chunks: Any) -> list[tuple[int, ...]]:
-    """Token ids of chunks, none of which may be empty."""
-    listed = list_chunks(chunks)
-    pieces = [tokenize(tokenizer, chunk) for chunk in listed]
+def tokenize_chunks(tokenizer: Any, chunks: Sequence[Piece]) -> list[tuple[int, ...]]:
+    """Token ids of chunks that `list_chunks` gave, none of which may be empty."""
+    pieces = [tokenize(tokenizer, chunk) for chunk in chunks]
     if () in pieces:
         number = pieces.index(())
-        raise PromptError(f"chunk {number} is {listed[number]!r:.60} and has no token. Leave empty chunks out.")
+        raise PromptError(f"chunk {number} is {chunks[number]!r:.60} and has no token. Leave empty chunks out.")
     return pieces
 
 
