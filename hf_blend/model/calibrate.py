@@ -288,13 +288,13 @@ def ensure_trusted(
         verdict = verdict_of(model, BLEND)
         if verdict == PASSED:
             return rotary_styles(model)
-        is_kept = verdict is None and folder is not None and not is_extended(model)
-        if is_kept and read_facts(model, folder):
+        is_new = verdict is None and not is_extended(model)
+        if is_new and folder is not None and read_facts(model, folder):
             set_passed(model, BLEND)
             return rotary_styles(model)
         styles = rotary_styles(model)
         ensure_passed(CheckedModel(model, make_cache), BLEND, allow_unverified)
-        if is_kept and verdict_of(model, BLEND) == PASSED:
+        if is_new and folder is not None and verdict_of(model, BLEND) == PASSED:
             cached_prefix(model)  # the first chunk that is computed asks for it
             quantisation_noise(model)
             write_facts(model, folder)

@@ -151,7 +151,7 @@ class PromptRow:
     start: int  # column of the first new token, among the new columns
     before: int = 0  # how many of the prompt's tokens are in the cache already
     columns: tuple[int, ...] = ()  # of each new token, where padding is between them; else empty
-    columns_and_positions: np.ndarray | None = None  # of each new token as they came, `[1 + axes, tokens]`
+    columns_and_positions: Any = None  # of each new token, an array `[1 + axes, tokens]`; see `find_runs`
     positions: TokenPositions | None = None  # None: each token is at the position of its number
     spans: Sequence[Span] | None = None  # where the chunks are; None: they are searched for in the store
     prefix: int | None = None  # how many of the tokens before the first chunk are one more entry; None: all
@@ -363,9 +363,10 @@ class Planner:
         plan = Plan([], torch.from_numpy(real), counts, self._config)
         plan.drafted = [max(0, row.end - len(row.ids)) for row in rows]
         # The sets of rotary frequencies with which it may be computed: by the last token, or by the last column
-        ends = {length}
         if length is None:
             ends = {max(row.end for row in rows), max(row.before for row in rows) + width}
+        else:
+            ends = {length}
         self._frequencies = {frequency_regime(self._text_config, end) for end in ends}
 
         # Find the chunks, and leave out those that the controller would rather have computed
