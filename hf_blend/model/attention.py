@@ -117,6 +117,7 @@ class RowLines(ABC):
         batch, heads, _, width = query.shape
         kv_heads = key.shape[1]
         group = heads // kv_heads
+        shares_lines = group > 1 and self.shape[1] == 1  # the heads of a group see the same keys
         outputs = []
         for block in self.blocks:
             asking = query[:, :, block.rows]
@@ -126,16 +127,15 @@ class RowLines(ABC):
                 keys = key[:, :, block.keys]
                 values = value[:, :, block.keys]
             repeats = 1
-            is_by_head = self.shape[1] > 1
-            if group > 1 and not is_by_head and batch == 1:  # one entry for each key head; nothing is copied
+            if shares_lines and batch == 1:  # one entry for each key head; nothing is copied
                 asking = asking.view(kv_heads, group, rows, width)
                 keys = keys.transpose(0, 1).expand(-1, group, -1, -1)
                 values = values.transpose(0, 1).expand(-1, group, -1, -1)
-            elif group > 1 and not is_by_head:  # the heads of a group one behind the other, as rows
+            elif shares_lines:  # the heads of a group one behind the other, as rows
                 asking = asking.reshape(batch, kv_heads, group * rows, width)
                 repeats = group
             bias = self.bias(block, query.dtype, repeats)
-            is_grouped = is_by_head and group > 1
+            is_grouped = group > 1 and not shares_lines
             done = scaled_dot_product_attention(
                 asking, keys, values, bias, dropout, scale=scale, enable_gqa=is_grouped
             )

@@ -189,11 +189,12 @@ class Prefill:
 
         # Where tokens are selected: at the check layer, or the next one that has states to compare, or before layer 0
         # where that needs none
-        blend = plan.config
-        self._selects_first = not selector.needs_kv or not selector.count(blend.recompute_ratio, plan.real.numel())
+        settings = plan.config
+        most = plan.real.numel()
+        self._selects_first = not selector.needs_kv or not selector.count(settings.recompute_ratio, most)
         self._check_layer = -1  # -1: at no layer
         if not self._selects_first:
-            self._check_layer = next((index for index in with_states if index >= blend.check_layer), -1)
+            self._check_layer = next((index for index in with_states if index >= settings.check_layer), -1)
         self._is_narrowed = False  # some reusable tokens are computed no more
 
     def enter(self, index: int, call: LayerCall) -> None:
