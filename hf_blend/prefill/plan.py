@@ -363,10 +363,9 @@ class Planner:
         plan = Plan([], torch.from_numpy(real), counts, self._config)
         plan.drafted = [max(0, row.end - len(row.ids)) for row in rows]
         # The sets of rotary frequencies with which it may be computed: by the last token, or by the last column
-        if length is None:
-            ends = {max(row.end for row in rows), max(row.before for row in rows) + width}
-        else:
-            ends = {length}
+        last_token = max(row.end for row in rows)
+        last_column = max(row.before for row in rows) + width
+        ends = {last_token, last_column} if length is None else {length}
         self._frequencies = {frequency_regime(self._text_config, end) for end in ends}
 
         # Find the chunks, and leave out those that the controller would rather have computed
