@@ -6,8 +6,6 @@ import contextlib
 import io
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 
@@ -38,14 +36,6 @@ def ask(store, *words):
     return json.loads(out.getvalue())
 
 
-def ask_outside(store):
-    """The same in another process."""
-    command = [sys.executable, "-m", "hf_blend", "ask", "--json", *SHORT, "--store", str(store)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
 @pytest.fixture(scope="module")
 def store(tmp_path_factory, small_smollm2):
     return tmp_path_factory.mktemp("store")
@@ -70,10 +60,9 @@ def two_questions(monkeypatch):
     return questions
 
 
-@pytest.mark.parametrize("again", [ask, pytest.param(ask_outside, marks=pytest.mark.slow)])
-def test_ask_loads_what_earlier_run_stored_and_answers_alike(again, store, first):
+def test_ask_loads_what_earlier_run_stored_and_answers_alike(store, first):
     files = {path: path.read_bytes() for path in store.rglob("*.safetensors")}
-    second = again(store)
+    second = ask(store)
     assert first["chunks"]["computed"] > 0
     assert second["chunks"]["computed"] == 0
     assert second["chunks"]["loaded"] > 0

@@ -192,27 +192,19 @@ def test_in_bfloat16_ratio_one_is_as_near_to_full_prefill_as_another_full_prefil
     assert_close(got, expected, 2 * floor)
 
 
-@everywhere
-def test_blending_is_splicing_stale_states_into_full_prefill(shared_model, family, attention, batch):
+@pytest.mark.parametrize(
+    ("family", "attention", "batch", "check"), [*((*one, CHECK) for one in DIAGONAL), ("llama", "sdpa", 3, 2)]
+)
+def test_blending_is_splicing_stale_states_into_full_prefill(shared_model, family, attention, batch, check):
     model = shared_model(family, attention, **FAMILIES[family])
     requests = THREE[:batch]
-    reference = SplicingCache(*stale(model, requests), {CHECK: 0.3})
+    reference = SplicingCache(*stale(model, requests), {check: 0.3})
     expected, _ = full(model, requests, reference)
-    got, cache = blend(model, *requests, recompute_ratio=0.3)
+    got, cache = blend(model, *requests, recompute_ratio=0.3, check_layer=check)
     assert cache.report.chosen_columns == columns_of(reference.chosen)
     assert_close(got, expected)
     plain, _ = full(model, requests)
     assert apart(plain, expected) > 1e-2, "the reference is a full prefill: nothing is tested"
-
-
-def test_later_check_layer_chooses_there(shared_model):
-    model = shared_model()
-    requests = THREE
-    reference = SplicingCache(*stale(model, requests), {3: 0.2})
-    expected, _ = full(model, requests, reference)
-    got, cache = blend(model, *requests, check_layer=3, recompute_ratio=0.2)
-    assert cache.report.chosen_columns == columns_of(reference.chosen)
-    assert_close(got, expected)
 
 
 @torch.no_grad()

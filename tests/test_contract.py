@@ -13,7 +13,7 @@ import torch
 from tiny_models import tiny_model as zoo_model
 from transformers import DynamicCache
 
-from hf_blend import BlendCache
+from hf_blend import BlendCache, SequenceCache
 from hf_blend.errors import ConfigError
 from hf_blend.prefill.report import warn_once
 from tests.asking import GREEDY, hooks, memory, prepared
@@ -129,12 +129,14 @@ def test_hook_of_cache_goes_with_cache(shared_model, pieces):
     model = shared_model()
     before = len(model._forward_pre_hooks)
     cache, inputs = prepared(model, pieces())
-    assert len(model._forward_pre_hooks) == before + 1
+    sequence = SequenceCache(model)
+    assert len(model._forward_pre_hooks) == before + 2
     plain = model.generate(**inputs, **WAYS)  # beside it, with a cache of its own
     model.generate(**inputs, past_key_values=cache, **WAYS)
+    model.generate(**inputs, past_key_values=sequence, **WAYS)
     cache.reset()
-    assert len(model._forward_pre_hooks) == before + 1
-    del cache
+    assert len(model._forward_pre_hooks) == before + 2
+    del cache, sequence
     assert len(model._forward_pre_hooks) == before
     assert torch.equal(model.generate(**inputs, **WAYS), plain)
 

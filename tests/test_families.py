@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Families that differ in how they turn keys or pass rows, and those that are refused, by what stands in the way."""
 
-import json
 import re
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import torch
 from families import broken, verify_types
 from tiny_models import EXTRA, tiny_model
 
-from hf_blend import SequenceCache, UnsupportedModelError
 from hf_blend.model.anatomy import KEYWORD
 from hf_blend.model.calibrate import rotary_styles
 from hf_blend.verify.model_under_test import ModelUnderTest
@@ -103,13 +101,3 @@ def test_model_whose_last_layers_look_at_kv_of_others_is_exact(name):
     for how in ({}, {"num_beams": 2}):
         as_stock(model, inputs, cache, **how)
         cache.reset()
-
-
-@pytest.mark.parametrize("name", ["bamba", "qwen3_next"])
-def test_what_is_refused_is_moving_where_blending_is_exact(name):
-    row = next(row for row in json.loads(RESULTS.read_text("utf-8"))["models"] if row["model"] == name)
-    with pytest.raises(UnsupportedModelError, match=r"cannot be kept as a sequence: layer 0 .* can be moved") as no:
-        SequenceCache(tiny_model(name))
-    assert row["supported"]
-    assert row["move"] == str(no.value)
-    assert row["extend"] == str(no.value).replace("kept as a sequence", "extended")

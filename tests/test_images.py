@@ -56,16 +56,6 @@ def test_prompt_with_image_is_computed_in_full_and_says_why(kind, seed):
 
 
 @KINDS
-def test_generate_with_image_writes_what_stock_writes(kind):
-    model = tiny_image_model(kind)
-    cache = BlendCache(model, filled(kind), recompute_ratio=0.0, selector="none")
-    built = cache.inputs(None, prefix=PREFIX, chunks=[CHUNKS[0], image_tokens(kind), *CHUNKS[1:]], question=QUESTION)
-    inputs = {**image_inputs(kind, prompt(kind)), **built}
-    assert model.generate(**inputs, **GREEDY, past_key_values=cache).equal(model.generate(**inputs, **GREEDY))
-    assert "computed in full" in cache.report.fallback_reason
-
-
-@KINDS
 def test_text_behind_turn_with_image_is_computed_in_full_with_image(kind):
     model = tiny_image_model(kind)
     cache = BlendCache(model, filled(kind), recompute_ratio=1.0)

@@ -155,26 +155,10 @@ def test_identity_of_answers_is_another_with(change, tokenizer, store):
         assert answerer.identity != before
 
 
-def langchain_answer(blend, fields):
-    return blend.ChatBlend(**fields).invoke(QUESTION).response_metadata["hf_blend"]
-
-
-def llamaindex_answer(blend, fields):
-    return blend.BlendLLM(**fields).complete(QUESTION).raw["hf_blend"]
-
-
-def haystack_answer(blend, fields):
-    from haystack.dataclasses import ChatMessage
-
-    llm = blend.BlendChatGenerator(fields["model"], fields["tokenizer"], fields["store"], generation_kwargs=NEW)
-    return llm.run([ChatMessage.from_user(QUESTION)])["replies"][0].meta["hf_blend"]
-
-
-@pytest.mark.parametrize("answer", [langchain_answer, llamaindex_answer, haystack_answer])
-def test_recipe_of_store_is_taken_where_no_settings_are_given(answer, fields):
-    fields["store"].recipes.put(fingerprint(fields["model"]), TUNED)
-    blend = framework(answer.__name__.partition("_")[0])
-    assert answer(blend, fields)["recipe"] == TUNED.source
+def test_recipe_of_store_is_taken_where_no_settings_are_given(model, tokenizer, store):
+    store.recipes.put(fingerprint(model), TUNED)
+    answer = Answerer(model, tokenizer, store, None, NEW).chat(ASKED).whole()
+    assert answer.report["recipe"] == TUNED.source
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from hf_blend import ConfigError
 from hf_blend.model.anatomy import decoder_layers
 from tests.asking import failing, generated, memory, prepared
-from tests.conftest import random_ids, random_pieces, shared_zoo_model, skip_in_the_oldest
+from tests.conftest import random_pieces, shared_zoo_model, skip_in_the_oldest
 
 KINDS = {  # model type, settings of the cache
     "full": ("llama", {}),
@@ -125,24 +125,3 @@ def test_reset_gives_empty_cache_that_blends_as_new_one(kind, first_turn):
     _, _, fresh = first_turn(kind, store)
     assert torch.equal(again, expected)
     assert torch.equal(again, fresh)
-
-
-@pytest.mark.parametrize("kind", CROPPED)
-@pytest.mark.parametrize("removed", [1, 3, 12])
-def test_crop_keeps_exact_prefix(kind, removed, first_turn):
-    model, cache, _ = first_turn(kind)
-    further = torch.tensor([random_ids(removed, seed=7)])
-    twin = copy.deepcopy(cache)
-    step(model, cache, further)
-    cache.crop(-removed)
-    assert cache.get_seq_length() == twin.get_seq_length()
-    assert torch.equal(step(model, cache), step(model, twin))
-
-
-@pytest.mark.parametrize("kind", sorted(KINDS.keys() - CROPPED))
-def test_crop_of_what_forgets_is_refused_and_changes_nothing(kind, first_turn):
-    model, cache, _ = first_turn(kind)
-    twin = copy.deepcopy(cache)
-    with pytest.raises(ConfigError, match=r"crop\(-1\)"):
-        cache.crop(-1)
-    assert torch.equal(step(model, cache), step(model, twin))
