@@ -235,6 +235,10 @@ def test_architecture_names_functions_in_order_of_their_calls():
         name = function.rpartition(".")[2]
         assert f"def {name}(" in read(ROOT / "hf_blend" / file), function
     calls = count_calls(selector="kv-deviation")  # the page follows this rule
+    for part in calls.values():
+        for entry in part.files | part.classes:
+            for name in entry.split(": "):
+                assert re.search(rf"`{re.escape(name)}[`.]", read(ARCHITECTURE)), entry
     called = list(calls["prefill"].counts)
     positions = []
     for entry in functions_named("\n".join(steps)):
