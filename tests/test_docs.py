@@ -157,12 +157,10 @@ def test_readme_numbers_are_those_of_results():
     text = " ".join(read(README).split())
     shortest = min(load_result("break_even")["break_even_tokens"].values())
     assert f"from about {shortest} tokens on" in text
-    twelve = tables.robust_rows(load_result("robust"), 12)["qwen2.5-coder-1.5b", "musique"]
-    reuse = twelve[tables.REUSE]["kl"]
-    default = twelve[tables.MEASURED]["kl"]
-    assert f"with twelve the first row is {reuse:.2f} and {default:.2f}" in text
-    choosing = read(ROOT / "docs" / "choosing.md")
-    assert f"{default / reuse:.1f} of its error" in " ".join(choosing.split())
+    # layers, heads of K and V, width of a head, bytes of a number
+    for layers, heads, width, item in ((30, 3, 64, 4), (28, 2, 128, 2), (32, 8, 128, 2)):
+        megabytes = 500 * 2 * layers * heads * width * item / 1e6
+        assert f"{megabytes:.0f} MB" in text
 
 
 def test_site_lists_every_page_builds_and_fetches_nothing(tmp_path):
@@ -198,7 +196,7 @@ def test_reference_has_every_public_word_setting_and_choice():
 
 
 def test_rules_have_every_selector_once():
-    listed = re.findall(r"^[|*] `([^`]+)`", read(ROOT / "docs" / "rules.md"), re.MULTILINE)
+    listed = re.findall(r"^(?:\||\* )`([^`]+)`", read(ROOT / "docs" / "rules.md"), re.MULTILINE)
     assert sorted(listed) == sorted(plugins.describe("selectors"))
 
 
@@ -278,22 +276,24 @@ def test_guide_method_is_evaluated_and_edited_file_is_refused(here, run):
 
 
 @pytest.mark.parametrize("ratio", [None, 1.0])
-def test_readme_example_answers_and_like_stock_at_ratio_1(ratio, ready, capsys, monkeypatch):
+def test_readme_example_answers_and_like_stock_at_ratio_1(ratio, ready, here, capsys, monkeypatch):
     (example,) = blocks(README, "python")
     settings = "" if ratio is None else f", recompute_ratio={ratio}"
-    code = example.replace("(model, store)", f"(model, store{settings})").replace("=64)", "=12)")
+    code = example.replace("(model, store)", f"(model, store{settings})")
     model = ready["model"]
     tokenizer = ready["tokenizer"]
-    tokenizer.chat_template = CHATML
+    folder = here / "hf_blend" / "bundled" / "handbook"
+    folder.mkdir(parents=True)
+    for number, text in enumerate(DOCUMENTS):
+        (folder / f"{number}.md").write_text(text)
     monkeypatch.setattr(hf_blend, "load", lambda name: (model, tokenizer), raising=False)
     exec(compile(code, "README", "exec"), ready)
-    text, report = capsys.readouterr().out.strip().rsplit("\n", 1)
-    assert text.strip()
-    assert "recomputed" in report
+    printed = capsys.readouterr().out
+    assert printed.count("recomputed (ratio") == 2
+    assert f"{len(DOCUMENTS) + 1} chunks loaded, 0 computed" in printed.splitlines()[-1]
     if ratio == 1.0:
         rendered = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
         inputs = tokenizer.apply_chat_template(ready["messages"], **rendered)
         tokens = inputs["input_ids"].shape[1]
-        stock = model.generate(**inputs, max_new_tokens=12)
-        expected = tokenizer.decode(stock[0, tokens:], skip_special_tokens=True)
-        assert text == expected.strip()
+        stock = model.generate(**inputs, max_new_tokens=16)
+        assert ready["answer"] == tokenizer.decode(stock[0, tokens:], skip_special_tokens=True)

@@ -17,6 +17,7 @@ LEFT = 64  # margins, in pixels
 RIGHT = 28
 TOP = 16
 BOTTOM = 92
+IN_A_ROW = 2  # names of lines below the chart
 INK = "#1f2937"
 THEMED = "themed"  # a background that is white or dark, as the reader prefers
 DARK = "@media (prefers-color-scheme:dark){.ground{fill:#0d1117}.ink{color:#e5e7eb}}"
@@ -62,7 +63,7 @@ def line_chart(
     parts = [_axes(frame, x_label, y_label, unit)]
     for place, line in enumerate(lines):
         parts += [_line(frame, line, place), _legend(line, place)]
-    height = HEIGHT + 18 * max(0, (len(lines) - 1) // 3 - 1)
+    height = HEIGHT + 18 * max(0, (len(lines) - 1) // IN_A_ROW - 1)
     return page(WIDTH, height, "".join(parts), f"{y_label} against {x_label}", background)
 
 
@@ -110,8 +111,8 @@ def _line(frame: Frame, line: Line, place: int) -> str:
 
 
 def _legend(line: Line, place: int) -> str:
-    x = LEFT + (place % 3) * 210
-    y = HEIGHT - 26 + (place // 3) * 18
+    x = LEFT + (place % IN_A_ROW) * (WIDTH - LEFT - RIGHT) // IN_A_ROW
+    y = HEIGHT - 26 + (place // IN_A_ROW) * 18
     colour = COLOURS[place % len(COLOURS)]
     mark = f'<path d="M{x} {y - 4}h24" stroke="{colour}" stroke-width="3"{_dash(line, place)}/>'
     return mark + _text(x + 30, y, line.name, "start")

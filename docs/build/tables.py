@@ -48,7 +48,8 @@ LEGEND = list(dict.fromkeys(meaning for _, meaning in REASONS))
 SOURCES = {
     "support": "families",
     "scored": "real_selectors",
-    "front": "robust",
+    "front": "regime",
+    "bars": "regime",
     "passages": "robust",
     "rules": "robust",
 }
@@ -56,13 +57,28 @@ LOOKING = "expected-error"  # the default when `robust.py` and `real_answers.py`
 MEASURED = f"{LOOKING}@text", 0.15  # a method of `robust.py`, and the charge that was asked for
 REUSE = ("none@text", 0.0)
 RANDOM = ("random@text", 0.15)
-MODELS = {  # of `robust.py`
+MODELS = {  # of `robust.py` and `regime.py`, the smallest first
     "smollm2": "SmolLM2-135M",
     "gemma3": "Gemma 3 270M",
     "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B",
     "qwen2.5-coder-1.5b": "Qwen2.5-Coder-1.5B",
 }
-TASKS = {"hotpotqa": "HotpotQA", "musique": "MuSiQue"}
+TASKS = {"hotpotqa": "HotpotQA", "musique": "MuSiQue", "2wikimqa": "2WikiMultihop"}
+LARGEST_FIRST = [*reversed(MODELS)]
+LONG = {  # methods of `regime.py`, and what they are called
+    "none=0": "reuse alone",
+    "random=0.15": "random tokens, 15 %",
+    "kv-deviation=0.15": "`kv-deviation`, 15 %",
+    "stored-importance=0.05": "default rule, 5 %",
+    "stored-importance=0.1": "default rule, 10 %",
+    "stored-importance=0.15": "default rule, 15 %",
+    "stored-importance=0.3": "default rule, 30 %",
+}
+LONG_REUSE = "none=0"
+LONG_DEFAULT = "stored-importance=0.3"
+LONG_FAST = "stored-importance=0.15"
+NOT_IN_FRONT = "stored-importance=0.1"
+BARS = {"of_reuse": 0.30, "geometric": 0.40, "made_worse": 0.10}  # that the default is to keep
 ANSWERED = {  # rows of the table of answers: method of `real_answers.py`
     "full prefill": "full",
     "full reuse, behind BOS alone": "none=0",
@@ -82,8 +98,13 @@ def filled(text: str, results: Path) -> str:
 
 def _table(name: str, results: Path) -> str:
     document = json.loads((results / f"{SOURCES.get(name, name)}.json").read_text("utf-8"))
-    lines = TABLES[name](document)
+    lines = [compact(line) for line in TABLES[name](document)]
     return "\n".join([f"<!--table:{name}-->", *lines, "<!--end-->"])
+
+
+def compact(line: str) -> str:
+    """A line of a table without the blanks beside its bars, which nobody reads; another line as it is."""
+    return re.sub(r" *\| *", "|", line) if line.startswith("|") else line
 
 
 def load_result(name: str) -> dict[str, Any]:
@@ -159,29 +180,111 @@ def robust_rows(document: dict[str, Any], chunks: int = 6) -> dict[tuple[str, st
     return dict(sorted(found.items(), key=lambda item: -item[1][MEASURED]["kl"] if MEASURED in item[1] else 0.0))
 
 
+def long_rows(document: dict[str, Any]) -> dict[tuple[str, str, int], dict[str, Row]]:
+    """Give the rows of each model, task and number of chunks by method; the largest model and the worst task first."""
+    found: dict[tuple[str, str, int], dict[str, Row]] = {}
+    for row in document["rows"]:
+        if row["linked"] is None:
+            found.setdefault((row["model"], row["task"], row["chunks"]), {})[row["method"]] = row
+    complete = {key: rows for key, rows in found.items() if LONG_DEFAULT in rows and LONG_REUSE in rows}
+
+    def order(key: tuple[str, str, int]) -> tuple[int, float]:
+        return LARGEST_FIRST.index(key[0]), -complete[key][LONG_DEFAULT]["of_reuse"]
+
+    return {key: complete[key] for key in sorted(complete, key=order)}
+
+
+def largest_rows(document: dict[str, Any]) -> dict[tuple[str, str, int], dict[str, Row]]:
+    """Those of `long_rows` that are of the largest model."""
+    found = long_rows(document)
+    largest = next(iter(found))[0]
+    return {key: rows for key, rows in found.items() if key[0] == largest}
+
+
+def _prompts(key: tuple[str, str, int], row: Row) -> str:
+    """Which prompts a row is about."""
+    model, task, chunks = key
+    return f"{MODELS[model]}, {row['n']} of {TASKS[task]}, {chunks} chunks"
+
+
 def _front(document: dict[str, Any]) -> list[str]:
-    """Full reuse and a rule beside full prefill, a line for each model and task, the worst first."""
-    lines = [
-        f"| model, prompts | full reuse: error, first token | `{LOOKING}`: error, first token | "
-        "answer of full prefill |",
-        "|---|---|---|---|",
-    ]
-    for (model, task), rows in robust_rows(document).items():
-        cells = [f"{_kl(row)}, {row['ttft_x']:.1f} x as fast" for row in (rows[REUSE], rows[MEASURED])]
-        same = " and ".join(f"{100 * row['same_answer']:.0f} %" for row in (rows[REUSE], rows[MEASURED]))
-        lines.append(f"| {MODELS[model]}, {rows[REUSE]['n']} of {TASKS[task]} | {' | '.join(cells)} | {same} |")
+    """The largest model's rows, a block for each task."""
+    lines = _head("rule, cost", ("error", "geometric", "worse than reuse", "right answers kept", "first token"))
+    for key, rows in largest_rows(document).items():
+        off = rows[LONG_REUSE]["kl_mean"]
+        lines.append(f"| **{_prompts(key, rows[LONG_REUSE])}, reuse {off:.2f} nats off** | | | | | |")
+        for method, name in LONG.items():
+            if method in rows and method != NOT_IN_FRONT:
+                row = rows[method]
+                lines.append(f"| {name} | {_of_reuse(row)} | {_long_cells(row)} |")
+    return lines
+
+
+def _of_reuse(row: Row) -> str:
+    """The mean error as a share of reuse's, with its interval."""
+    if row["method"] == LONG_REUSE:
+        return "1"
+    return f"{row['of_reuse']:.2f} [{row['low']:.2f}, {row['high']:.2f}]"
+
+
+def _long_cells(row: Row) -> str:
+    """The geometric error, how often it is worse than reuse, right answers kept, and the first token."""
+    is_reuse = row["method"] == LONG_REUSE
+    geometric = "1" if is_reuse else f"{row['geometric']:.2f}"
+    worse = "" if is_reuse else f"{100 * row['made_worse']:.0f} %"
+    kept = "" if row["kept"] is None else f"{100 * row['kept']:.0f} %"
+    return f"{geometric} | {worse} | {kept} | {row['ttft_x']:.1f} x"
+
+
+def _bars(document: dict[str, Any]) -> list[str]:
+    """On which tasks the default ratio and the faster one keep the bars."""
+    lines = []
+    for key, rows in largest_rows(document).items():
+        misses = []
+        for method in (LONG_DEFAULT, LONG_FAST):
+            over = [f"{rows[method][name]:.2f}" for name, bar in BARS.items() if rows[method][name] > bar]
+            ratio = method.partition("=")[2]
+            misses.append(f"{ratio} misses them ({', '.join(over)})" if over else f"{ratio} keeps all three")
+        off = rows[LONG_REUSE]["kl_mean"]
+        lines.append(f"* {_prompts(key, rows[LONG_REUSE])}, reuse {off:.2f} nats off: {'; '.join(misses)}.")
+    return lines
+
+
+def _regime(document: dict[str, Any]) -> list[str]:
+    """Every row of prompts with long chunks, behind what was found."""
+    found = long_rows(document)
+    said = []
+    for (model, task, _), rows in found.items():
+        default = rows[LONG_DEFAULT]["of_reuse"]
+        fast = rows[LONG_FAST]["of_reuse"]
+        said.append(f"{default:.2f} and {fast:.2f} on {MODELS[model]} and {TASKS[task]}")
+    lines = [f"**At a cost of 30 and 15 % the default leaves of reuse's mean error: {'; '.join(said)}.**", ""]
+    cells = ("nats: mean, median", "error", "geometric", "worse", "kept", "first token", "same answer")
+    lines += _head("rule, cost", cells)
+    for key, rows in found.items():
+        lines.append(f"| **{_prompts(key, rows[LONG_REUSE])}** | | | | | | | |")
+        for method, name in LONG.items():
+            if method in rows:
+                row = rows[method]
+                nats = f"{row['kl_mean']:.3f}, {row['kl_median']:.3f}"
+                cells = (name, nats, _of_reuse(row), _long_cells(row), f"{100 * row['same_answer']:.0f} %")
+                lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
 def _robust(document: dict[str, Any]) -> list[str]:
-    """What rules leave on every model and task without a charge and at 15 %; * beats tokens at random."""
+    """What rules leave of the error at 15 %, a line for each model and task; * beats tokens at random."""
     found = robust_rows(document)
-    heads = [f"{MODELS[model]}, {rows[REUSE]['n']} of {TASKS[task]}" for (model, task), rows in found.items()]
     rules = {key for rows in found.values() for key in rows if key[1] == MEASURED[1] and key[0].endswith("@text")}
-    lines = _head(f"rule, at {100 * MEASURED[1]:.0f} %", heads)
-    for key in [REUSE, *sorted(rules)]:
-        own = [rows.get(key) for rows in found.values()]
-        lines.append(f"| {_of(key[0].removesuffix('@text'))} | {' | '.join(map(_kl_and_star, own))} |")
+    keys = [REUSE, MEASURED, *sorted(rules - {MEASURED})]
+    names = (_of(method.removesuffix("@text")) for method, _ in keys)
+    lines = _head("model, prompts", (*names, "first token", "same answer"))
+    for (model, task), rows in found.items():
+        errors = [_kl_and_star(rows.get(key)) for key in keys]
+        speeds = " and ".join(f"{rows[key]['ttft_x']:.1f} x" for key in (REUSE, MEASURED))
+        same = " and ".join(f"{100 * rows[key]['same_answer']:.0f} %" for key in (REUSE, MEASURED))
+        prompts = f"{MODELS[model]}, {rows[REUSE]['n']} of {TASKS[task]}"
+        lines.append(f"| {prompts} | {' | '.join(errors)} | {speeds} | {same} |")
     return lines
 
 
@@ -361,6 +464,8 @@ TABLES = {
     "healing": _healing,
     "edits": _edits,
     "front": _front,
+    "regime": _regime,
+    "bars": _bars,
     "robust": _robust,
     "passages": _passages,
     "rules": _rules,

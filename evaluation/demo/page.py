@@ -24,8 +24,8 @@ HEAD = """<h1>hf_blend</h1><p>One question over documents that a model read befo
 stored of them, and recomputes some tokens.</p>"""
 CHOSEN = """<p class="hb-legend">The first question was chosen: on most, so small a model hardly tells the three ways
 apart. <b>Quality</b> shows the error.</p>"""
-QUALITY = """What full reuse and the default rule leave of the error, and how much earlier the first token comes. Error
-is the KL divergence of next-token distributions from full prefill's; 1 is reuse of documents computed alone."""
+QUALITY = """What the default rule leaves of the error, at two costs, and how much earlier the first token comes. The error
+is how far next-token distributions are from full prefill's (KL divergence): 0 is full prefill, 1 is reuse alone."""
 WORK = f'<p class="hb-legend"><b>Work</b>: {drawing.WORK[0].lower()}{drawing.WORK[1:]}</p>'
 COLOURS = {  # with white on them, or on white, a contrast of 4.5 or more
     "button_primary_background_fill": "*primary_700",
@@ -84,7 +84,7 @@ def build(demo: Demo) -> Any:
             with gradio.Tab("Quality", id="quality"):
                 gradio.Markdown(QUALITY)
                 chart = base64.b64encode((files(__package__) / "quality.svg").read_bytes()).decode()
-                picture = f'<img alt="error and first token, by model" src="data:image/svg+xml;base64,{chart}">'
+                picture = f'<img alt="error and first token, by rule" src="data:image/svg+xml;base64,{chart}">'
                 gradio.HTML(picture, elem_id="hb-quality")
     blocks.queue(max_size=32, default_concurrency_limit=8)
     return blocks
@@ -133,7 +133,6 @@ def _form(gradio: Any, demo: Demo, state: DemoState) -> None:
     with gradio.Column(elem_id="hb-panels", elem_classes="hb-panels"):
         answers = [gradio.HTML(answer, padding=False) for answer in values[1:4]]
     gradio.HTML(CHOSEN, padding=False)
-    marked = gradio.HTML(values[4], elem_id="hb-documents", padding=False)
     with gradio.Row():
         ratio = gradio.Slider(0, 1, query.recompute_ratio, step=0.01, label="Recompute ratio", elem_id="hb-ratio")
         selector = gradio.Dropdown(
@@ -147,6 +146,7 @@ def _form(gradio: Any, demo: Demo, state: DemoState) -> None:
         elem_id="hb-text",
         label="Documents, which may be yours: one a line, or paragraphs with empty lines between them",
     )
+    marked = gradio.HTML(values[4], elem_id="hb-documents", padding=False)
 
     inputs = [documents, question, ratio, selector]
     outputs = [status, *answers, marked]
