@@ -29,26 +29,30 @@ with random weights. Trust ratios more than milliseconds. No GPU was measured. W
 <!--table:regime-->
 <!--end-->
 
-Prompts have chunks of some 540 tokens behind the model's chat template. *Error*: the KL divergence from full prefill, its mean
-over full prefill's own answer of at most 20 tokens, as a share of what reuse alone has: 0 is full prefill, 1 is reuse alone; with
-95 % intervals. *Geometric*: the mean of each prompt's share. *Worse*: on how many prompts the error is larger than that of reuse
-alone. *Kept*: how many of full prefill's right answers are still right; empty where it had none. Weights are bfloat16, times CPU
-seconds of one thread. Ten other prompts chose the rule; more are being measured.
+Prompts have chunks of some 540 tokens behind the model's chat template.
+
+* *Error*: the mean KL divergence from full prefill over its own answer of at most 20 tokens, as a share of what full
+  reuse has: 0 is full prefill, 1 is full reuse; with 95 % intervals.
+* *Geometric*: the geometric mean of each prompt's share.
+* *Worse*: on how many prompts the error is larger than that of full reuse.
+* *Kept*: how many of full prefill's right answers are still right; empty where it had none.
+
+Weights are bfloat16, times CPU seconds of one thread. Ten other prompts chose the rule; more are being measured.
 [regime.json](../benchmarks/results/regime.json)
 
 ## With short passages
 
 **On SmolLM2, Gemma 3 and Qwen2.5-Coder-0.5B no rule leaves less error than `expected-error`, the default when this
-was measured. On the 1.5B few rules can be told apart with six passages, and on MuSiQue reuse alone is nearly as good.
+was measured. On the 1.5B few rules can be told apart with six passages, and on MuSiQue full reuse is nearly as good.
 With twelve it leaves two fifths of what reuse leaves.**
 
 <!--table:robust-->
 <!--end-->
 
-The error is that over the first ten tokens of full prefill's answer, at a cost of 15 %; here 1 is reuse of chunks computed
-alone, behind BOS. A star: the rule beats tokens at random. In the first line `expected-error` does not: a few prompts on which
-the model wavers between two answers hold most of the mean. Last columns: the first token of reuse and of `expected-error`, and how
-often they give full prefill's answer.
+The error is that over the first ten tokens of full prefill's answer, at a cost of 15 %; here 1 is reuse of chunks
+computed alone, behind BOS. A star: the rule beats tokens at random. In the first line `expected-error` does not: a few
+prompts on which the model wavers between two answers hold most of the mean. Last columns: the first token of reuse and
+of `expected-error`, and how often they give full prefill's answer.
 
 Prompts have six passages, of which one holds the answer. Weights are float32, those of the 1.5B bfloat16. Prompts,
 rules and costs were fixed before the run. Not measured: larger models, other languages, code.
@@ -61,7 +65,7 @@ By the number of passages, the errors of full reuse, of tokens at random and of 
 
 ## Do the answers come back?
 
-**On the larger model full reuse alone brings most back, because chunks are computed behind a short text; recomputing
+**On the larger model full reuse brings most back, because chunks are computed behind a short text; recomputing
 10 % brings no more that can be told. About one answer in seven stays lost.**
 
 <!--table:real_answers-->

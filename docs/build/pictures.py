@@ -76,7 +76,8 @@ def speed() -> str:
     bound = tuple((row["charged_budget"], 1 / row["flop_bound"]) for row in rows)
     lines = [Line("measured", measured), Line("what the saved FLOPs allow", bound)]
     tokens = f"{rows[0]['prompt_tokens']} tokens, shape of {document['machine']['shape']}"
-    return line_chart(lines, x_label=f"cost ({tokens})", y_label="time to the first token, of full prefill", background=THEMED)
+    said = "time to the first token, of full prefill"
+    return line_chart(lines, x_label=f"cost ({tokens})", y_label=said, background=THEMED)
 
 
 def gain() -> str:
@@ -86,7 +87,7 @@ def gain() -> str:
     worst = max(rows[method]["of_reuse"] for rows in found.values() for method in GAIN)
     parts = [
         _text(2, 16, f"{MODELS[model]}, {chunks} chunks of 540 tokens; shorter is better", size=13),
-        _text(ERROR_AT, 36, "error (1: reuse alone)"),
+        _text(ERROR_AT, 36, "error (1: full reuse)"),
         _text(TIME_AT, 36, "time to the first token"),
     ]
     y = 44

@@ -66,7 +66,7 @@ MODELS = {  # of `robust.py` and `regime.py`, the smallest first
 TASKS = {"hotpotqa": "HotpotQA", "musique": "MuSiQue", "2wikimqa": "2WikiMultihop"}
 LARGEST_FIRST = [*reversed(MODELS)]
 LONG = {  # methods of `regime.py`, and what they are called
-    "none=0": "reuse alone",
+    "none=0": "full reuse",
     "random=0.15": "random tokens, 15 %",
     "kv-deviation=0.15": "`kv-deviation`, 15 %",
     "stored-importance=0.05": "default rule, 5 %",
@@ -78,6 +78,7 @@ LONG_REUSE = "none=0"
 LONG_DEFAULT = "stored-importance=0.3"
 LONG_FAST = "stored-importance=0.15"
 NOT_IN_FRONT = "stored-importance=0.1"
+FRONT_CHUNKS = 6
 BARS = {"of_reuse": 0.30, "geometric": 0.40, "made_worse": 0.10}  # that the default is to keep
 ANSWERED = {  # rows of the table of answers: method of `real_answers.py`
     "full prefill": "full",
@@ -195,10 +196,10 @@ def long_rows(document: dict[str, Any]) -> dict[tuple[str, str, int], dict[str, 
 
 
 def largest_rows(document: dict[str, Any]) -> dict[tuple[str, str, int], dict[str, Row]]:
-    """Those of `long_rows` that are of the largest model."""
+    """Those of `long_rows` that are of the largest model, with six chunks."""
     found = long_rows(document)
     largest = next(iter(found))[0]
-    return {key: rows for key, rows in found.items() if key[0] == largest}
+    return {key: rows for key, rows in found.items() if key[0] == largest and key[2] == FRONT_CHUNKS}
 
 
 def _prompts(key: tuple[str, str, int], row: Row) -> str:
@@ -208,16 +209,18 @@ def _prompts(key: tuple[str, str, int], row: Row) -> str:
 
 
 def _front(document: dict[str, Any]) -> list[str]:
-    """The largest model's rows, a block for each task."""
-    lines = _head("rule, cost", ("error", "geometric", "worse than reuse", "right answers kept", "first token"))
+    """The largest model's rows, a table for each task."""
+    lines = []
     for key, rows in largest_rows(document).items():
         off = rows[LONG_REUSE]["kl_mean"]
-        lines.append(f"| **{_prompts(key, rows[LONG_REUSE])}, reuse {off:.2f} nats off** | | | | | |")
+        lines += [f"**{_prompts(key, rows[LONG_REUSE])}; full reuse is {off:.2f} nats off**", ""]
+        lines += _head("rule, cost", ("error", "geometric", "worse than reuse", "right answers kept", "first token"))
         for method, name in LONG.items():
             if method in rows and method != NOT_IN_FRONT:
                 row = rows[method]
                 lines.append(f"| {name} | {_of_reuse(row)} | {_long_cells(row)} |")
-    return lines
+        lines.append("")
+    return lines[:-1]
 
 
 def _of_reuse(row: Row) -> str:
@@ -258,17 +261,16 @@ def _regime(document: dict[str, Any]) -> list[str]:
         default = rows[LONG_DEFAULT]["of_reuse"]
         fast = rows[LONG_FAST]["of_reuse"]
         said.append(f"{default:.2f} and {fast:.2f} on {MODELS[model]} and {TASKS[task]}")
-    lines = [f"**At a cost of 30 and 15 % the default leaves of reuse's mean error: {'; '.join(said)}.**", ""]
+    lines = [f"**At a cost of 30 and 15 % the default leaves of reuse's mean error: {'; '.join(said)}.**"]
     cells = ("nats: mean, median", "error", "geometric", "worse", "kept", "first token", "same answer")
-    lines += _head("rule, cost", cells)
     for key, rows in found.items():
-        lines.append(f"| **{_prompts(key, rows[LONG_REUSE])}** | | | | | | | |")
+        lines += ["", f"{_prompts(key, rows[LONG_REUSE])}:", "", *_head("rule, cost", cells)]
         for method, name in LONG.items():
             if method in rows:
                 row = rows[method]
                 nats = f"{row['kl_mean']:.3f}, {row['kl_median']:.3f}"
-                cells = (name, nats, _of_reuse(row), _long_cells(row), f"{100 * row['same_answer']:.0f} %")
-                lines.append(f"| {' | '.join(cells)} |")
+                shown = (name, nats, _of_reuse(row), _long_cells(row), f"{100 * row['same_answer']:.0f} %")
+                lines.append(f"| {' | '.join(shown)} |")
     return lines
 
 

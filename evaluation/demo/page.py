@@ -24,8 +24,9 @@ HEAD = """<h1>hf_blend</h1><p>One question over documents that a model read befo
 stored of them, and recomputes some tokens.</p>"""
 CHOSEN = """<p class="hb-legend">The first question was chosen: on most, so small a model hardly tells the three ways
 apart. <b>Quality</b> shows the error.</p>"""
-QUALITY = """What the default rule leaves of the error, at two costs, and how much earlier the first token comes. The error
-is how far next-token distributions are from full prefill's (KL divergence): 0 is full prefill, 1 is reuse alone."""
+QUALITY = """What the default rule leaves of the error, at two costs, and how much earlier the first token comes. The
+error is how far next-token distributions are from full prefill's (KL divergence): 0 is full prefill, 1 is reuse
+alone."""
 WORK = f'<p class="hb-legend"><b>Work</b>: {drawing.WORK[0].lower()}{drawing.WORK[1:]}</p>'
 COLOURS = {  # with white on them, or on white, a contrast of 4.5 or more
     "button_primary_background_fill": "*primary_700",
