@@ -43,7 +43,7 @@ docs: $(STAMP) ## write again what is made from results and docstrings: tables, 
 	$(BIN)/python docs/build/pictures.py
 
 docs-site: $(STAMP) ## build docs/ as a site in build/site; a broken link is an error
-	$(BIN)/python -P -m mkdocs build --strict --site-dir build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -P -m mkdocs build --strict --site-dir build/site
 
 SPACE ?= build/space
 
