@@ -233,8 +233,8 @@ class ChunkIndex:
         return False
 
     def touch(self) -> None:
-        """Mark the log as one that knows of all changes so far."""
-        if self._rows_path is not None:
+        """Mark the log as one that knows of all changes so far, unless it has not all that this process knows."""
+        if self._rows_path is not None and not self._ids:
             with contextlib.suppress(OSError):
                 os.utime(self._rows_path)
 
@@ -244,14 +244,16 @@ class ChunkIndex:
         return len(self._rows) > 2 * self._kept + MOST_DEAD
 
     def add(self, chunks: Sequence[Listed]) -> None:
-        """Append chunks to the log; those that are in it are passed over."""
-        with self._lock, self._file_lock():
-            self.refresh()
+        """Append chunks to the log, or keep them in memory where it cannot be written; known ones are passed over."""
+        with self._lock:
             new = [listed for listed in chunks if listed.key.digest not in self]
             if not new:
                 return
             try:
-                self._append(new)
+                with self._file_lock():
+                    self.refresh()
+                    new = [listed for listed in new if listed.key.digest not in self]
+                    self._append(new)
             except OSError as error:
                 logger.info("the index %s cannot be written now (%s)", self._rows_path, error)
                 self._append_in_memory(new)
@@ -439,7 +441,7 @@ class ChunkIndex:
         self._identity = None
         self._read_bytes = 0
         self._kept = 0  # rows of chunks that were there when the log was read, or last compared with a listing
-        self._ids = bytearray()  # of a log in memory
+        self._ids = bytearray()  # of rows that are in memory alone
         self._rows: np.ndarray[Any, Any] = np.empty(0, _ROW)
         self._is_there: np.ndarray[Any, Any] = np.empty(0, bool)  # the chunks of rows, as far as is known
         self._heads: np.ndarray[Any, Any] = np.empty(0, np.uint64)  # how the digests of rows begin, in order

@@ -3,6 +3,8 @@
 """Caps hold, what was used least recently leaves first, and the order survives a restart."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -120,6 +122,27 @@ def test_collect_shrinks_every_namespace_to_target_and_removes_orphans(tmp_path,
     assert young.exists()
     assert store.collect(entry_bytes)["freed_bytes"] == 3 * entry_bytes
     assert len(list((tmp_path / "objects").rglob("*.safetensors"))) == 1
+
+
+HOLD = "import filelock, sys; held = filelock.FileLock(sys.argv[1]).acquire(); print(flush=True); sys.stdin.read()"
+
+
+def test_lock_of_another_process_stops_eviction_and_log_and_nothing_else(tmp_path, chunk, same, monkeypatch):
+    monkeypatch.setattr("hf_blend.store.tiers.disk._BUSY_S", 0.05)
+    store = ChunkStore.open(tmp_path, durability="none")
+    store.put(chunk((5, 0)))
+    (log,) = (tmp_path / "index").glob("*.rows")
+    before = log.read_bytes()
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        store.put(chunk((5, 1)))
+        assert store.collect(0)["freed_bytes"] == 0
+        assert log.read_bytes() == before
+    for one in (store, ChunkStore.open(tmp_path, memory_bytes=0)):
+        (found,) = one.find(KEYS[1].fingerprint, (1,), (5, 1))
+        same(one.get(found.key), chunk((5, 1)))
+    assert store.collect(0)["freed_bytes"] > 0
 
 
 def test_memory_tier_of_bytes_is_bounded_too(chunk, entry_bytes):
