@@ -11,7 +11,7 @@ from hf_blend import self_extend
 from tests.asking import apart, prompt, rotated
 from tests.conftest import shared_zoo_model
 
-WINDOW = 8
+WINDOW = 9  # no multiple of the group, so that both scales differ at its edge
 GROUP = 4
 TOLERANCE = 2e-5
 
@@ -89,7 +89,7 @@ def test_decoding_and_padding_give_what_one_forward_gives(model):
 
 
 @pytest.mark.parametrize(
-    ("trained", "longest", "window", "group"), [(64, 256, 32, 7), (64, 64, 32, 1), (100, 300, 50, 5)]
+    ("trained", "longest", "window", "group"), [(64, 256, 32, 7), (64, 64, 32, 1), (100, 290, 50, 5)]
 )
 def test_least_group_that_keeps_far_tokens_within_trained_length(trained, longest, window, group, model):
     with self_extend(model, trained_tokens=trained, max_tokens=longest) as extension:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from hf_blend import BlendConfig, observer
+from hf_blend.model.anatomy import cache_among
 from hf_blend.tenants import Tenant
 from tests.chat_templates import DOCUMENTS, QUESTION, assistant, user
 from tests.conftest import build_tiny_model, shared_zoo_model
@@ -388,10 +389,19 @@ def test_close_tells_those_who_wait(chatting, store):
 
 
 def test_failure_is_answered_and_logged_once(serve, chatting, monkeypatch, caplog):
+    generate = chatting[0].generate
+    caches = []
+
+    def fail(**given):
+        caches.append(cache_among(given))
+        generate(**given)
+        raise ZeroDivisionError
+
     with serve() as server:
         with monkeypatch.context() as patch:
-            patch.setattr(chatting[0], "generate", lambda **_: 1 / 0)
+            patch.setattr(chatting[0], "generate", fail)
             answer = server.chat(QUESTION)
+        assert [cache.get_seq_length() for cache in caches] == [0], "its K and V are freed"
         assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
         assert "ZeroDivisionError" not in answer.text
         assert [record.message for record in caplog.records if record.exc_info] == ["a request failed"]

@@ -124,6 +124,18 @@ def test_cut_off_beginning_is_found_from_quarter_on():
     assert matches(index, [1, *chunk[40:], 2]) == [], "what was before these tokens is not there"
 
 
+def test_short_run_is_used_where_eight_tokens_are_missing_but_not_more_than_half():
+    chunk = drawn(0, 20)
+    index = index_of(chunk)
+    assert matches(index, [1, *chunk[6:18], 2]) == [(1, chunk, 6, 12)]
+    assert matches(index, [1, *chunk[6:17], 2]) == [], "nine are missing"
+    text = drawn(1, 60)
+    first = text[:40]
+    for start, found in ((36, [(41, text[36:46], 4, 6)]), (33, [])):
+        second = text[start : start + 10]  # what the first one leaves of it
+        assert matches(index_of(first, second), [1, *text, 2]) == [(1, first, 0, 40), *found]
+
+
 @pytest.mark.parametrize("text", [[7] * 4000, [7, 8] * 2000])
 def test_text_that_repeats_itself_is_matched_without_end(text):
     found = matches(index_of(text[:64], [*text[:50], 3]), [1, *text, 2])

@@ -70,12 +70,16 @@ def test_every_tier_gives_back_bits_that_were_put(opened, chunk, same, dtype):
     assert store.stats()["misses"] == {"absent": 1}
 
 
-def test_hit_is_shared_and_put_is_copied(opened, chunk, same):
+@pytest.mark.parametrize("heads", [2, 1])  # of the last layer: layers that are alike are stacked
+def test_hit_is_shared_and_put_is_copied(opened, chunk, same, heads):
     stored = chunk()
-    kept = stored.map(torch.clone)
+    keys, values = stored.layers[1]
+    stored = replace(stored, layers=(stored.layers[0], (keys[:heads], values[:heads])))
+    kept = replace(stored.map(torch.clone), importance=stored.importance.clone())
     store = opened()
     store.put(stored)
-    stored.layers[0][0].zero_()
+    for tensor in (stored.importance, stored.tables[0][0], stored.layers[0][0]):
+        tensor.zero_()
     same(store.get(stored.key), kept)
     assert store.get(stored.key) is store.get(stored.key)
 
