@@ -4,6 +4,7 @@
 
 import ast
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,10 +21,18 @@ def plain(cell):
     return "\n".join(line[: -len(line.lstrip())] + "pass" if line.lstrip().startswith("%") else line for line in lines)
 
 
-def test_notebook_is_short_holds_no_output_and_every_cell_is_python():
+def test_notebook_is_short_was_run_in_order_and_every_cell_is_python():
     assert len(NOTEBOOK["cells"]) <= 10
-    assert not any(cell.get("outputs") for cell in NOTEBOOK["cells"])
     assert all(ast.parse(plain(cell)).body for cell in CODE)
+    cells = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == [1, 2, 3]
+    said = "".join("".join(output["text"]) for output in cells[1]["outputs"])
+    assert re.findall(r"\d+ chunks loaded, \d+ computed", said) == [
+        "0 chunks loaded, 13 computed",
+        "13 chunks loaded, 0 computed",
+    ]
+    (drawn,) = cells[2]["outputs"]
+    assert "".join(drawn["data"]["text/html"]).count('data-state="done"') == 3
 
 
 def run_notebook(monkeypatch):
