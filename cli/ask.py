@@ -63,9 +63,9 @@ def ask(
     allow_unverified: options.Unverified = False,
     json: Json = False,
 ) -> None:
-    """Answer from the pieces of documents that a question is about, and name these.
+    """Answer from the chunks of documents that a question is about, and name these.
 
-    What is stored of the pieces is reused, what is not is computed and stored: hf-blend index does so ahead of time.
+    What is stored of them is reused, what is not is computed and stored: hf-blend index does so ahead of time.
     --compare prints the first token's time and the KL divergence from full prefill, over the ten first tokens of full
     prefill's answer, beside the answers. Without documents three questions over a bundled handbook are asked.
 

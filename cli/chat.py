@@ -43,7 +43,7 @@ def chat(
     allow_unverified: options.Unverified = False,
     json: Json = False,
 ) -> None:
-    """Answer one question after the other, each from the pieces of documents that it is about.
+    """Answer one question after the other, each from the chunks of documents that it is about.
 
     The conversation is one cache, which is healed while nobody asks. Questions are read from standard input, a line
     each: from a terminal, a pipe or a file. Ctrl-C stops an answer; /quit, Ctrl-D or Ctrl-C at the prompt ends.

@@ -32,8 +32,8 @@ Selector = Annotated[
 Partial = Annotated[
     float | None, typer.Option(help="Share of the stored blocks that is loaded, chosen by the question; else all.")
 ]
-ChunkTokens = Annotated[int, typer.Option(min=1, help="Most tokens of a piece of a document; as they were indexed.")]
+ChunkTokens = Annotated[int, typer.Option(min=1, help="Most tokens of a chunk; as they were indexed.")]
 Unverified = Annotated[bool, typer.Option("--allow-unverified", help="Use a model that was not found to be exact.")]
-TopK = Annotated[int, typer.Option(min=0, help="Most pieces of documents for a question; 0 is all that fit.")]
+TopK = Annotated[int, typer.Option(min=0, help="Most chunks for a question; 0 is all that fit.")]
 System = Annotated[str | None, typer.Option(help="Text before the documents.")]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Where an answer is cut.")]

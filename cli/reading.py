@@ -85,4 +85,4 @@ def say_limits(retriever: "Retriever", question: "Question", source: "ModelSourc
     if question.squeezed_out:
         fitting = len(question.sources)
         pieces = fitting + question.squeezed_out
-        say(f"The model reads {source.positions:,} tokens: {fitting} of {pieces} pieces found fit.")
+        say(f"The model reads {source.positions:,} tokens: {fitting} of {pieces} chunks found fit.")

@@ -304,7 +304,7 @@ def prepare(
     if not sources:
         tokens = len(pieces[0].ids) if pieces else 0
         raise NoRoomError(
-            f"the question, an answer of {max_new_tokens} tokens and a piece of {tokens} tokens do not fit into the "
+            f"the question, an answer of {max_new_tokens} tokens and a chunk of {tokens} tokens do not fit into the "
             f"model's {source.positions} positions. Take smaller --chunk-tokens or --max-new-tokens, or a model that "
             "reads more."
         )

@@ -61,10 +61,10 @@ def test_compare_streams_three_answers_and_stores_pieces_once(bundled, store, qu
         drawn.update(panel.state for panel in state.panels)
     assert drawn == {"waiting", "writing", "done"}
     for number in range(pieces):
-        assert f"{number} of {pieces} pieces stored …" in said
+        assert f"{number} of {pieces} chunks stored …" in said
     last = states[-1]
     full, reuse, blend = last.panels
-    assert f"{pieces} pieces stored now, 0 before." in last.status
+    assert f"{pieces} chunks were computed, 0 loaded." in last.status
     assert [panel.state for panel in last.panels] == ["done"] * 3
     assert full.text == blend.text == reference_questions()[0]["answer"] != reuse.text
     assert reuse.charged == 0.0 < blend.charged < 0.5
@@ -76,7 +76,7 @@ def test_compare_streams_three_answers_and_stores_pieces_once(bundled, store, qu
     answer = pipeline.answer(question.request, query.config(), 1)
     assert answer.report.computed_chunks == 0
     *_, second = compare(bundled, store, query, Limits())
-    assert f"0 pieces stored now, {pieces} before." in second.status
+    assert f"0 chunks were computed, {pieces} loaded." in second.status
     assert [panel.text for panel in second.panels] == [panel.text for panel in last.panels]
 
 
@@ -172,7 +172,7 @@ def test_demo_opens_with_handbook_answered_and_its_store_shared():
     assert len(documents_of(handbook())) == len(state.passages) == 12
     entries = len(list(demo.visitors.store(PUBLIC).entries()))
     *_, second = demo.ask(visitor(), DemoRequest(handbook(), "Where do boots stay?"))
-    assert "0 pieces stored now, 12 before." in second.status
+    assert "0 chunks were computed, 12 loaded." in second.status
     assert len(list(demo.visitors.store(PUBLIC).entries())) == entries
     assert not list(demo.visitors.store("a").entries())
     assert OPENING in page_questions()

@@ -90,15 +90,15 @@ def _title(text: str) -> str:
 
 
 def _store(pipeline: Pipeline, spans: Sequence[Span], state: DemoState) -> Generator[DemoState, None, str]:
-    """Store the pieces that are missing, one by one, and say so; the result is a sentence."""
+    """Store the chunks that are missing, one by one, and say so; the result is a sentence."""
     model, tokenizer, store = pipeline.model, pipeline.tokenizer, pipeline.store
     keys = list(dict.fromkeys(store.keys(model, tokenizer, [span.token_ids for span in spans])))
     missing = [key for key in keys if not store.contains(key)]
     present = len(keys) - len(missing)
     for number, key in enumerate(missing):
-        yield replace(state, status=f"{present + number} of {len(keys)} pieces stored …")
+        yield replace(state, status=f"{present + number} of {len(keys)} chunks stored …")
         store.add(model, tokenizer, [key.token_ids])
-    return f"{len(missing)} pieces stored now, {present} before."
+    return f"{len(missing)} chunks were computed, {present} loaded."
 
 
 def _answer(
