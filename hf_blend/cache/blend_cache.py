@@ -29,6 +29,7 @@ from .. import plugins
 from ..config import BlendConfig
 from ..errors import ConfigError, PromptError
 from ..model.anatomy import bos_prefix, cache_class_for, decoder_layers, input_device
+from ..model.capture import default_prefix
 from ..model.identity import author_of, refuse_wrapper, structure_of
 from ..model.question import question_ids
 from ..prefill.report import IMAGES_AGAIN, BlendReport, other_author, warn_once
@@ -268,7 +269,7 @@ class BlendCache(GuardedCache):
         self._forwards.settle()
         cached, notice, edit = self._keep_shared_tokens(prompts)
         if state.config.chunk_prefix_ids is None:
-            state.chunk_prefix_ids = self.store.default_prefix(self.model, tokenizer)
+            state.chunk_prefix_ids = default_prefix(self.model, tokenizer)
         state.question_ids = question_ids(self.model, tokenizer)
         pad_id = getattr(tokenizer, "pad_token_id", None)
         ids, mask = batch(prompts, 0 if pad_id is None else pad_id)

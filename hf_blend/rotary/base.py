@@ -10,7 +10,6 @@ stored key once; the composition divides by the old table's and applies the new 
 Most models make one table and hand it to every layer. Some layers make their own, from positions that they are handed.
 """
 
-from abc import ABC, abstractmethod
 from functools import cache
 from typing import Any, ClassVar
 
@@ -21,8 +20,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..errors import PromptError
 
 
-class RotaryStyle(ABC):
+class RotaryStyle:
     """One way of pairing the dimensions of a key. Stateless: every method is a function of its arguments.
+
+    Here a dimension of the first half of those that turn, and the one as far into the second, form a pair.
 
     `slot` says which of the two tensors that a layer hands to its cache turns: 0, the keys, for nearly all models.
     `turns` is False for the one that leaves keys as they are. `beside` is the style of what a layer stores of each
@@ -42,12 +43,12 @@ class RotaryStyle(ABC):
         return table[..., : table.shape[-1] // 2]
 
     @staticmethod
-    @abstractmethod
     def split(keys: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
         """View the two members of each pair; writing to them writes to `keys`. What is beyond the pairs does not turn.
 
         Shapes: `[…, tokens, head_dim]` → two of `[…, tokens, pairs]`.
         """
+        return keys[..., :pairs], keys[..., pairs : 2 * pairs]
 
     @classmethod
     @torch.no_grad()
@@ -70,15 +71,6 @@ class RotaryStyle(ABC):
         torch.addcmul(product, second, sin, value=-1, out=to_first)
         torch.mul(second, cos, out=product)
         torch.addcmul(product, first, sin, out=to_second)
-
-
-class HalfStyle(RotaryStyle):
-    """A dimension of the first half of those that turn, and the one as far into the second, form a pair."""
-
-    @staticmethod
-    def split(keys: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
-        """View `[…, tokens, head_dim]` as its first and second `pairs` dimensions."""
-        return keys[..., :pairs], keys[..., pairs : 2 * pairs]
 
 
 class InterleavedStyle(RotaryStyle):

@@ -4,10 +4,10 @@
 
 from torch import Tensor
 
-from .base import HalfStyle
+from .base import RotaryStyle
 
 
-class HalfNarrow(HalfStyle):
+class HalfNarrow(RotaryStyle):
     """As `half`, but the table is not doubled."""
 
     @staticmethod

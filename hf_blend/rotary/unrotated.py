@@ -16,8 +16,3 @@ class Unrotated(RotaryStyle):
     def pairs(table: Tensor) -> Tensor:
         """Keep nothing of `[…, tokens, width]`."""
         return table[..., :0]
-
-    @staticmethod
-    def split(keys: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
-        """View no dimension of `[…, tokens, head_dim]`."""
-        return keys[..., :0], keys[..., :0]
