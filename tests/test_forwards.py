@@ -88,7 +88,7 @@ def interrupted(module, error=KeyboardInterrupt):
 
 @torch.no_grad()
 @pytest.mark.parametrize("use", ["generate", "model", "inputs"])
-@pytest.mark.parametrize("past", [0, 20])
+@pytest.mark.parametrize("past", [0, 20, 36])
 def test_interrupted_forward_is_taken_back_by_next_use(model, use, past):
     cache = BlendCache(model, memory())
     stock = DynamicCache(config=model.config)
@@ -102,7 +102,7 @@ def test_interrupted_forward_is_taken_back_by_next_use(model, use, past):
     assert len({layer.get_seq_length() for layer in cache.layers}) == 2, "nothing is tested"
     assert cache.get_seq_length() == past
     if use == "generate":
-        refused = pytest.raises(PromptError, match="came behind the 20 that the cache holds")
+        refused = pytest.raises(PromptError, match=f"came behind the {past} that the cache holds")
         with refused if past else nullcontext():
             as_stock(model, {"input_ids": ids}, cache)
         return
@@ -111,7 +111,8 @@ def test_interrupted_forward_is_taken_back_by_next_use(model, use, past):
         assert inputs["input_ids"].shape[1] == past + 62
     got = model(new, past_key_values=cache).logits
     expected = model(new, past_key_values=stock).logits
-    assert torch.equal(got, expected)
+    rounding = 1e-6 if new.shape[1] == 1 else 0.0  # a step gets a mask where stock gets none
+    torch.testing.assert_close(got, expected, rtol=0, atol=rounding)
 
 
 USES = {

@@ -77,7 +77,7 @@ def test_find_knows_rows_by_their_parts():
     candidate = [*first, 70, 71]  # of an assistant
     assert find_continued(prompts, [second, first, candidate], [0, 0, 0]) == [prompts[1], prompts[0], prompts[0]]
     assert find_continued(prompts, [first[2:], second[2:]], [2, 2]) == prompts
-    assert find_continued(prompts, [[70]], [4]) is None, "what comes behind a prompt is no part of it"
+    assert find_continued(prompts, [[70], [71]], [4, 6]) is None, "what comes behind a prompt is no part of it"
     assert find_continued(prompts, [[], []], [9, 9]) is None, "nor is nothing"
 
 
