@@ -111,7 +111,7 @@ def test_interrupted_forward_is_taken_back_by_next_use(model, use, past):
         assert inputs["input_ids"].shape[1] == past + 62
     got = model(new, past_key_values=cache).logits
     expected = model(new, past_key_values=stock).logits
-    rounding = 1e-6 if new.shape[1] == 1 else 0.0  # a step gets a mask where stock gets none
+    rounding = 1e-5 if new.shape[1] == 1 else 0.0  # a step gets a mask where stock gets none
     torch.testing.assert_close(got, expected, rtol=0, atol=rounding)
 
 
