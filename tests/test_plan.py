@@ -83,6 +83,8 @@ def test_parse_counts_tokens_before_new_ones_without_padding(shared_model):
     arguments = {"input_ids": torch.tensor(rows), "attention_mask": mask, "logits_to_keep": 1}
     request = Request.parse(arguments, shared_model(), 7, PendingPrompt())
     assert [(list(row.ids), row.before) for row in request.rows] == [(rows[0], 5), (rows[1], 4)]
+    unknown, _ = PendingPrompt().rows(request)  # of no prompt that is known, so none of its tokens are cached
+    assert [(row.before, row.end) for row in unknown] == [(0, 2), (0, 2)]
 
 
 def test_chunk_whose_edges_differ_is_reused_inside_and_never_exact(planner):
