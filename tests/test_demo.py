@@ -118,20 +118,6 @@ def test_prepare_allows_no_more_than_visitors_store_holds(tiny, query):
     assert answer.report.notice == ""
 
 
-def test_panels_compare_words_where_no_answer_is_known_and_share_one_scale():
-    full = Panel("full prefill", "done", "on Tuesday", 8630.2, 1.0)
-    reuse = Panel("full reuse", "done", "on <b>", 470.04, 0.0)
-    blend = Panel("blend", "done", "on Tuesday", 2157.55, 0.18)
-    first, second, third = drawing.panels(DemoState((full, reuse, blend)))
-    assert "other words" in second
-    assert "same words" in third
-    assert "<b>8.6 s</b>" in first
-    assert "<b>470 ms</b> · 18.4 x as fast" in second
-    assert "18% of the work" in third
-    assert 'class="hb-bar" style="width:100.0%"' in first
-    assert 'class="hb-bar" style="width:25.0%"' in third
-
-
 def test_drawing_escapes_whatever_visitor_writes(tiny, store):
     request = DemoRequest(f"{HOSTILE}\n{HOSTILE}", HOSTILE)
     *_, state = compare(tiny, store, request, replace(Limits(), new_tokens=4))

@@ -210,7 +210,7 @@ def test_retriever_gives_beginning_where_no_word_is_known_and_all_where_all_may_
         assert retriever.knows("Xyzzy?")
 
 
-FORMS = ("NFC", "NFD", "NFKC", "NFKD")
+FORMS = "NFC NFD NFKC NFKD".split()
 READ = {  # a word in a question → a text that has it
     "Dvořák": "The quartet by DVOŘÁK is played",
     "strasse": "Die Straße ist lang",

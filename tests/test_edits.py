@@ -98,7 +98,7 @@ EDITS = {
     "nothing_common": [1, *random_ids(100, 7)],
 }
 MOVED = {"dropped": 141, "inserted": 161, "exchanged": 131, "first_token": 200, "cut_at_end": 129, "nothing_common": 0}
-KINDS = ("llama", "deepseek_v3", "gpt_neox", "glm4", "cohere", "bloom", "gptj", "phi3", "granitemoe")
+KINDS = "llama deepseek_v3 gpt_neox glm4 cohere bloom gptj phi3 granitemoe".split()
 NOTHING = {"recompute_ratio": 0.0, "selector": "none", "allow_unverified": True}
 ALL = {"recompute_ratio": 1.0, "allow_unverified": True}
 LOGITS = {"max_new_tokens": 1, "output_logits": True, "return_dict_in_generate": True}

@@ -27,7 +27,7 @@ KINDS = {
     "deepseek_v3": {}, "deepseek_v32": {"index_topk": 512}, "qwen3_next": {}, "falcon_h1": {}, "minimax": {},
     "lfm2": {},
 }  # fmt: skip
-FAST = ("llama", "gemma3_text", "gemma3n_text", "deepseek_v3", "deepseek_v32", "falcon_h1")
+FAST = "llama gemma3_text gemma3n_text deepseek_v3 deepseek_v32 falcon_h1".split()
 REUSED = {"recompute_ratio": 0.0, "selector": "none", "allow_unverified": True}
 ANSWER = {"max_new_tokens": 8, "min_new_tokens": 8}
 TURN = prompt(8, seed=9)

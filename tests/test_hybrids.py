@@ -27,11 +27,10 @@ from tests.faults.damage import tensors_of
 # one for each way in which a mixer stands in a layer: before its MLP, beside attention, behind it, alone
 FAST = ("qwen3_next", "lfm2", "minimax")  # the last takes no cache but one of its own class
 SLOW = (
-    "bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2_moe", "lfm3",
-    "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "zamba", "zamba2",
-)  # fmt: skip
-INDEXED = ("axk2", "deepseek_v32", "dots3_note", "dots3_note_text", "glm_moe_dsa", "hy_v4", "qwen4_exp",
-           "qwen4_exp_text")  # fmt: skip
+    "bailing_hybrid bamba falcon_h1 granitemoehybrid jamba kimi_linear lfm2_moe lfm3 nemotron_h olmo_hybrid "
+    "qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text zamba zamba2"
+).split()
+INDEXED = "axk2 deepseek_v32 dots3_note dots3_note_text glm_moe_dsa hy_v4 qwen4_exp qwen4_exp_text".split()
 VARIANTS = {
     "lfm2-deep": ("lfm2", {"num_hidden_layers": 6, "layer_types": 2 * ["conv", "conv", "full_attention"]}),
     # every other layer looks where the one before did; and an indexer that hides nothing of a prompt

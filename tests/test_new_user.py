@@ -6,8 +6,10 @@ import io
 import json
 import random
 import re
+import shlex
 import shutil
 import socket
+from pathlib import Path
 
 import pytest
 from worlds import REFERENCE
@@ -74,32 +76,8 @@ def test_documents_are_indexed_asked_listed_and_removed(here, run, model_folder)
     assert told("store", "rm", "--model", first["fingerprint"][:8]) == {"removed": len(rows)}
 
 
-def mistakes():
-    """Command lines that go wrong, and what the answer has to say; MODEL is the own model, FOLDERS the broken ones."""
-    yield ["ask", "", "notes"], "the question is ''"
-    yield ["ask", "Who?", "empty.txt"], "it holds no text"
-    yield ["ask", "Who?"], "came without documents"
-    yield ["ask", "notes"], "is a path: write the question before it"
-    yield ["ask", "Who?", "nowhere"], "there is no file or folder 'nowhere'"
-    yield ["ask", "Who?", "notes", "--model", "noets"], "(but 'notes' is)"
-    yield ["ask", "Who?", "notes", "--model", "FOLDERS/bare"], "has no tokenizer"
-    yield ["ask", "Who?", "notes", "--model", "FOLDERS/bert"], "an encoder"
-    yield ["index", "notes", "--model", "FOLDERS/t5"], "an encoder-decoder"
-    yield ["index", "notes", "--model", "FOLDERS/small"], "embeddings for 100"
-    yield ["ask", "Who?", "notes", "--ratio", "15"], "15 % is 0.15"
-    yield ["ask", "Who?", "notes", "--selector", "kv-devation"], "Did you mean 'kv-deviation'?"
-    yield ["ask", "Who?", "notes", "--device", "cuda:99"], "cuda:99"
-    yield ["ask", "Who?", "notes", "--chunk-tokens", "4000", "--top-k", "1", "--model", "MODEL", "--max-new-tokens",
-           "2040"], "do not fit into the model's 2048 positions"  # fmt: skip
-    yield ["ask", "Who?", "notes", "--model", REFERENCE, "--store", "file"], "file"
-    yield ["index", "binary.txt"], "it is not text"
-    yield ["chat", "-"], "standard input brings the questions"
-    yield ["tune", "--prompts", "empty.txt"], "has no line"
-    yield ["demo", "--port", "PORT"], "cannot listen on 127.0.0.1"
-    yield ["store", "ls", "--store", "nowhere"], "there is no store at 'nowhere'"
-    yield ["store", "rm"], "0 chunks were named"
-    yield ["verify"], "Give a model, or --all"
-    yield ["aks"], "Did you mean 'ask'?"
+# Command lines that go wrong, and what the answer has to say; MODEL is the own model, FOLDERS the broken ones
+MISTAKES = json.loads(Path(__file__).with_name("mistakes.json").read_text("utf-8"))
 
 
 @pytest.fixture(scope="module")
@@ -122,9 +100,11 @@ def test_mistake_is_sentence_with_exit_code_2_before_any_weight_is_read(here, ru
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights were read"))
     wrong = []
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        names = {"MODEL": model_folder, "FOLDERS": str(folders), "PORT": str(taken.getsockname()[1])}
-        for words, says in mistakes():
-            code, out, err = run(*(re.sub("|".join(names), lambda found: names[found[0]], word) for word in words))
+        port = taken.getsockname()[1]
+        names = {"MODEL": model_folder, "FOLDERS": str(folders), "PORT": str(port), "REFERENCE": REFERENCE}
+        for line, says in MISTAKES:
+            words = [re.sub("|".join(names), lambda found: names[found[0]], word) for word in shlex.split(line)]
+            code, out, err = run(*words)
             if (code, out) != (2, "") or says not in err or "Traceback" in err:
                 wrong.append((words, code, out, err))
     assert not wrong

@@ -2,6 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What makes no sense is refused before a model runs or a file is made: the error says what was got and what to do."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from hf_blend import BlendCache, ChunkStore, ConfigError, PromptError
@@ -11,21 +14,7 @@ from tests.asking import memory
 from tests.chat_templates import ASKED, CHATML, DOCUMENTS, JOINED
 from tests.conftest import shared_zoo_model
 
-SETTINGS = [  # of a cache, and what the error says of them
-    ({"recompute_ratio": 1.5}, r"1\.5.*0\.15"),
-    ({"recompute_ratio": True}, r"True.*0\.15"),
-    ({"check_layer": 0}, "check_layer is 0.*Try 1"),
-    ({"selector": "kv_devation"}, "Did you mean 'kv-deviation'"),
-    ({"selector": "kv-deviation", "selector_options": {"onn": "k"}}, "'onn'.*on"),
-    ({"ratio": 0.1}, "recompute_ratio"),
-    ({"selector_options": {"a": [float("inf")]}}, "inf.*JSON"),
-    ({"kv_bits": 2}, "kv_bits is 2"),
-    ({"kv_device_map": {9: "cpu"}}, r"places layer 9.*\[0, 1, 2, 3\]"),
-]
-CHUNKS = [  # arguments of `inputs` without a tokenizer
-    ({"chunks": [[1], []], "question": [1]}, r"chunk 1 is \[\]"),
-    ({"chunks": [[[1]]], "question": [[1], [2]]}, "2 questions came with 1 lists of chunks"),
-]
+TABLE = json.loads(Path(__file__).with_name("refusals.json").read_text("utf-8"))
 MESSAGES = [  # messages, documents, further arguments
     ([ASKED], ["Somebody else."], {}, r"document 0 \('Somebody else.'\) is not in the prompt. Put its text"),
     ([ASKED], JOINED, {}, r"expected a list of documents. Write \[document\]"),
@@ -45,7 +34,7 @@ SPARSE = [("share", 1.5), ("block_tokens", 0)]
 EXTENDED = [("window_tokens", 64), ("group_tokens", 0)]
 
 
-@pytest.mark.parametrize(("settings", "says"), SETTINGS)
+@pytest.mark.parametrize(("settings", "says"), TABLE["settings of a cache"])
 def test_cache_settings_are_refused_by_name(settings, says, shared_model):
     with pytest.raises((ConfigError, LookupError), match=f"(?s){says}"):
         BlendCache(shared_model(), memory(), **settings)
@@ -58,7 +47,7 @@ def test_cache_settings_of_full_layers_are_refused_for_windows(setting):
         BlendCache(shared_zoo_model("mistral"), memory(), **setting)
 
 
-@pytest.mark.parametrize(("pieces", "says"), CHUNKS)
+@pytest.mark.parametrize(("pieces", "says"), TABLE["arguments of inputs, without a tokenizer"])
 def test_inputs_refuse_chunks_that_make_no_prompt(pieces, says, shared_model):
     with pytest.raises(PromptError, match=says):
         BlendCache(shared_model(), memory()).inputs(None, **pieces)

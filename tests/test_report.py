@@ -94,14 +94,6 @@ def test_behind_history_every_token_is_charged_for_keys_of_history_too(shared_mo
     assert got.flop_bound == pytest.approx(full / got.flops, rel=1e-9)
 
 
-def test_charged_budget_of_exact_chunks_is_nothing(report, pieces):
-    got = report(request=pieces((30,), prefix=0))
-    assert got.reusable_tokens == 0
-    assert got.exact_tokens == 31
-    assert got.charged_budget == 0
-    assert got.flop_bound > 2
-
-
 def test_report_is_one_line_for_people_and_json_for_programs(report):
     got = report(recompute_ratio=0.15)
     shown = json.loads(json.dumps(got.to_dict()))

@@ -21,7 +21,7 @@ from tests.asking import apart, as_stock, check_equal, failing, longrope, prompt
 from tests.sequences import fed, filled, shifted_by_hand
 from tests.test_sequence_ops import moves
 
-FAMILIES = ("llama", "gpt_neox", "cohere2", "gemma3_text", "deepseek_v3", "gptj")
+FAMILIES = "llama gpt_neox cohere2 gemma3_text deepseek_v3 gptj".split()
 TOLERANCE = 2e-5
 MODELS = {name: tiny_model(name) for name in FAMILIES}
 LLAMA = MODELS["llama"]

@@ -216,7 +216,7 @@ def _empty(disk: Path) -> None:
 
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.EACCES)
 FAILING_CHUNKS = 20
-CALLS = ("open", "write", "fdatasync", "replace", "fsync", "mkdir", "lstat", "preadv", "unlink", "close", "utime")
+CALLS = "open write fdatasync replace fsync mkdir lstat preadv unlink close utime".split()
 
 
 class FailingCalls(FaultClass):

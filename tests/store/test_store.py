@@ -410,21 +410,19 @@ def process(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("own", "limits", "expected"),
+    ("limits", "expected"),
     [
-        ("0::/\n", {"memory.max": 8 * GIB}, 7),
-        ("0::/a/b\n", {"a/b/memory.max": "max", "a/memory.max": 4 * GIB, "memory.max": 16 * GIB}, 3),
-        ("5:cpu:/x\n4:memory:/docker/1\n0::/\n", {"memory/memory.limit_in_bytes": 8 * GIB}, 7),
-        ("4:memory:/\n", {"memory/memory.limit_in_bytes": 9223372036854771712}, 64),
-        (None, {"memory.max": 8 * GIB}, 64),
+        ("own=0::/ memory.max=8589934592", 7),
+        ("own=0::/a/b a/b/memory.max=max a/memory.max=4294967296 memory.max=17179869184", 3),
+        ("own=5:cpu:/x\n4:memory:/docker/1\n0::/ memory/memory.limit_in_bytes=8589934592", 7),
+        ("own=4:memory:/ memory/memory.limit_in_bytes=9223372036854771712", 64),
+        ("memory.max=8589934592", 64),
     ],
 )
-def test_smallest_limit_of_all_groups_holds(own, limits, expected, tmp_path, process):
-    contents = dict(limits)
-    if own is not None:
-        contents["own"] = own
-    for path, limit in contents.items():
+def test_smallest_limit_of_all_groups_holds(limits, expected, tmp_path, process):
+    for line in limits.split(" "):
+        path, _, content = line.partition("=")
         file = tmp_path / path
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"{limit}\n")
+        file.write_text(f"{content}\n")
     assert available_bytes(tmp_path, tmp_path / "own") // GIB == expected

@@ -61,22 +61,14 @@ def test_documents_are_given_as_indices_as_spans_or_as_texts():
     assert params.spans == ()
 
 
-@pytest.mark.parametrize(
-    "documents",
-    [
-        "a text",
-        [[3, 2]],
-        [[0, 99]],
-        [[1, 20], [19, 30]],
-        ["no such text"],
-        [[1, [9, 9, 9], 0, 3]],
-        [[1, [10, 11], 0, 0]],
-        [[1, [10, 11], 0, 3]],
-        [[1, [10, 11, 12], -3, 2]],
-        [[-63, [10, 11], 0, 2]],
-        [[63, [9], 0, 3]],
-    ],
-)
+NOT_THERE = """[
+    "a text", [[3, 2]], [[0, 99]], [[1, 20], [19, 30]], ["no such text"], [[1, [9, 9, 9], 0, 3]],
+    [[1, [10, 11], 0, 0]], [[1, [10, 11], 0, 3]], [[1, [10, 11, 12], -3, 2]], [[-63, [10, 11], 0, 2]],
+    [[63, [9], 0, 3]]
+]"""
+
+
+@pytest.mark.parametrize("documents", json.loads(NOT_THERE))
 def test_what_is_not_in_prompt_is_refused(documents):
     with pytest.raises(PromptError):
         read_params({"documents": documents}, IDS, Letters)
