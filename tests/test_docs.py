@@ -188,6 +188,22 @@ def test_pages_are_short():
     assert front + sum(words.values()) <= 14_000, words
 
 
+def sentences():
+    """Every (page, sentence); `random.Random(seed).sample(sentences(), 40)` draws what is read by fresh eyes."""
+    found = []
+    for path in [README, *DOCS]:
+        text = re.sub(r"<!--table.*?<!--end-->", "", BLOCK.sub("", read(path)), flags=re.DOTALL)
+        prose = [line for line in text.splitlines() if not line.startswith(("#", "|", "<", "!", "["))]
+        for paragraph in re.split(r"\n\s*\n|\n(?=\* )", "\n".join(prose)):
+            for sentence in re.split(r"(?<=[.!?])\s+(?=[A-Z`*\[])", " ".join(paragraph.split())):
+                found.append((path.name, sentence))
+    return found
+
+
+def test_sentence_has_no_more_than_40_words():
+    assert [(page, sentence) for page, sentence in sentences() if len(sentence.split()) > 40] == []
+
+
 def test_reference_has_every_public_word_setting_and_choice():
     page = read(ROOT / "docs" / "reference.md")
     for word in (*hf_blend.__all__, *BlendConfig().to_dict()):

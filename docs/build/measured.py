@@ -20,8 +20,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 HEAD = """# Measurements
 
 Each section begins with what was found; its file has settings, versions and more rows. First come answers of real
-models, then time and bytes: of SmolLM2-135M where no other is named, in float32 on one or two threads, medians, mostly
-with random weights. Trust ratios more than milliseconds. No GPU was measured. What did not help is in
+models, then time and bytes. Where no model is named it is SmolLM2-135M in float32, mostly with random weights, on one
+or two threads; times are medians. Trust ratios more than milliseconds. No GPU was measured. What did not help is in
 [benchmarks/LOG.md](../benchmarks/LOG.md).
 
 ## How near is a blend to full prefill?
@@ -51,8 +51,8 @@ With twelve it leaves two fifths of what reuse leaves.**
 
 The error is that over the first ten tokens of full prefill's answer, at a cost of 15 %; here 1 is reuse of chunks
 computed alone, behind BOS. A star: the rule beats tokens at random. In the first line `expected-error` does not: a few
-prompts on which the model wavers between two answers hold most of the mean. Last columns: the first token of reuse and
-of `expected-error`, and how often they give full prefill's answer.
+prompts on which the model wavers between two answers hold most of the mean. The last columns are of full reuse and of
+`expected-error`: how many times as fast the first token comes, and how often the answer is full prefill's.
 
 Prompts have six passages, of which one holds the answer. Weights are float32, those of the 1.5B bfloat16. Prompts,
 rules and costs were fixed before the run. Not measured: larger models, other languages, code.
@@ -178,9 +178,8 @@ def _against_llama(document: Document) -> str:
     blends = [row for row in document["rows"] if row["way"].startswith("blend kv-deviation")]
     ratios = " and ".join(f"{row['times_q8_0']:.1f}" for row in blends)
     return (
-        f"The first token of a blend at 15 % comes {ratios} times as fast as that of llama.cpp's full prefill with "
-        f"weights in 8 bits, at {' and '.join(format(row['tokens'], ',') for row in blends)} tokens, and is less "
-        "exact."
+        f"At {' and '.join(format(row['tokens'], ',') for row in blends)} tokens the first token of a blend at 15 % "
+        f"comes {ratios} times as fast as that of llama.cpp's full prefill with weights in 8 bits. It is less exact."
     )
 
 
@@ -233,8 +232,8 @@ def _first_token(title: str, result: str, ratio: float, columns: Mapping[str, Ce
         lambda found: (
             f"At {found['rows'][0]['prompt_tokens']:,} tokens and a cost of "
             f"{_share(_first(found, ratio=ratio)['charged_budget'])} the first token comes "
-            f"{_first(found, ratio=ratio)['speedup']:.1f} times as fast, "
-            f"{_share(_first(found, ratio=ratio)['bound_share'])} of what the saved FLOPs allow."
+            f"{_first(found, ratio=ratio)['speedup']:.1f} times as fast; by FLOPs alone it could be "
+            f"{_first(found, ratio=ratio)['flop_bound']:.1f} times."
         ),
         lambda found: (
             f"`hf-blend bench ttft`{_of_shape(found['machine'])}; full prefill takes "
@@ -291,7 +290,7 @@ SECTIONS = (
             "`StaticCache`."
         ),
         lambda found: f"`benchmarks/bench.py decode`{_of_shape(found)}.",
-        "On a GPU growing a `DynamicCache` costs less.",
+        "A GPU grows a `DynamicCache` at less cost, and gains less.",
     ),
     Section(
         "Less of K and V, on a real model",

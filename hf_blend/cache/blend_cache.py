@@ -348,9 +348,10 @@ class BlendCache(GuardedCache):
         self.state.is_recording, self.state.healing = True, None
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens, in every layer or in none: a negative number; more than are cached empties it.
+        """Forget the last tokens, whose number is negative; more than are cached empties the cache.
 
-        Raises ConfigError where a window or a state has forgotten the tokens that would be its last.
+        Raises ConfigError, and changes no layer, where a window or a state has forgotten the tokens that would be its
+        last.
         """
         state = self.state
         self._forwards.settle()

@@ -369,7 +369,7 @@ class Store:
                 yield self._check_entry(tier, name, repair)
 
     def collect(self, target_bytes: int | None = None) -> dict[str, int]:
-        """Remove what writers that are gone left behind, and what is above the caps.
+        """Remove leftovers of writers that died, and evict what is above the caps.
 
         Then evict until no more than `target_bytes` are left in each tier, all namespaces together.
         """
