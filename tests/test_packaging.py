@@ -130,20 +130,17 @@ def test_space_answers_from_its_own_folder(tmp_path):
 
 SHIPPED = ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "hf_blend", "cli", "evaluation")
 REDUCED = {  # what would take many minutes or never end, in little
-    "hf-blend bench ttft": "--shape tiny --chunks 3 --chunk-tokens 64 --question-tokens 8 --rounds 1",
     "hf-blend demo": "--check",
     "hf-blend serve": "--help",
+    "hf-blend store rm --all": "--help",
 }
 BUILD = (sys.executable, "-P", "-m", "build", "-q", "--no-isolation")
 
 
 def commands_of_the_readme():
-    """Every line of the README that calls us and needs no hub."""
-    found = set()
-    for line in (ROOT / "README.md").read_text("utf-8").splitlines():
-        if re.match(r"(\$ )?hf-blend ", line) and "HuggingFaceTB" not in line:
-            found.add(line.removeprefix("$ ").partition("  #")[0].strip())
-    return sorted(found)
+    """Every command of ours in the README, in a block or in running text."""
+    text = (ROOT / "README.md").read_text("utf-8")
+    return sorted(set(re.findall(r"(?:^\$ |`)(hf-blend [^`\n]+)", text, re.MULTILINE)))
 
 
 def output_of(command, folder, **settings):
@@ -250,6 +247,9 @@ def test_installed_wheel_is_what_is_imported(installed, tmp_path):
 def test_readme_command_runs(line, installed, tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "one.txt").write_text("Rolf works as the miller indeed.\n")
-    words = shlex.split(f"{line} {REDUCED.get(line, '')}")
+    handbook = Path("hf_blend", "bundled", "handbook")
+    shutil.copytree(ROOT / handbook, tmp_path / handbook)
+    pages = shlex.join(map(str, sorted((tmp_path / handbook).glob("*.md"))))
+    words = shlex.split(f"{line} {REDUCED.get(line, '')}".replace(f"{handbook}/*.md", pages))
     environment = {**os.environ, "HF_BLEND_HOME": str(tmp_path / "home"), "PATH": f"{installed}:{os.environ['PATH']}"}
     output_of([installed / words[0], *words[1:]], tmp_path, env=environment)
