@@ -51,8 +51,8 @@ class BlendConfig:
     """How much of the reused KV is recomputed, and which tokens those are.
 
     Attributes:
-        recompute_ratio: share of the reusable tokens that is recomputed, 0–1. The default is the least of four
-            that left less than 0.3 of reuse's error in prompts of chunks of 540 tokens, see docs/choosing.md.
+        recompute_ratio: share of the reusable tokens that is recomputed, 0–1. Half of the default is about twice as
+            fast and leaves more of the error, see docs/choosing.md.
         selector: name of what chooses them, see docs/rules.md, or a path to a file with a selector.
         selector_options: its options, by name.
         check_layer: layer at which tokens are chosen, from 1; before it, all are computed. Selectors that compare
