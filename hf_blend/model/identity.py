@@ -376,7 +376,7 @@ class _Record:
     form: tuple[Any, ...] = ()  # what is compared in each call besides the tensors
     structure: str = ""  # digest of config, classes, dtypes and adapters
     weights: str = ""  # digest of all weights; empty: never read
-    fingerprint: str = ""  # of structure and weights; empty: not made since one of them changed
+    fingerprint: str = ""  # of structure and weights; empty: the weights were never read
     # Of the tensors when they were read
     locations: list[tuple[Any, ...]] = field(default_factory=list)
     samples: list[Tensor] = field(default_factory=list)
@@ -432,8 +432,6 @@ def identity_of(model: nn.Module, reread: bool = False, asks_device: bool = True
             record.locations = locations
             record.samples = samples
             record.state += 1
-            record.fingerprint = ""
-        if not record.fingerprint:
             record.fingerprint = _digest_of([record.structure, record.weights])
         return record.fingerprint
 
@@ -490,7 +488,8 @@ def _compare_structure(model: nn.Module, modules: list[nn.Module], reread: bool 
         )
         if reread or structure != record.structure:  # a setting that does not count leaves it the same
             record.structure = structure
-            record.fingerprint = ""
+            if record.weights:
+                record.fingerprint = _digest_of([structure, record.weights])
             record.outline = None
             forget(model)
             record.state += 1
