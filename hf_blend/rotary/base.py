@@ -10,6 +10,7 @@ stored key once; the composition divides by the old table's and applies the new 
 Most models make one table and hand it to every layer. Some layers make their own, from positions that they are handed.
 """
 
+from abc import ABC
 from functools import cache
 from typing import Any, ClassVar
 
@@ -20,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..errors import PromptError
 
 
-class RotaryStyle:
+class RotaryStyle(ABC):  # noqa: B024 (to mypy a class without a metaclass is no key of a cache)
     """One way of pairing the dimensions of a key. Stateless: every method is a function of its arguments.
 
     Here a dimension of the first half of those that turn, and the one as far into the second, form a pair.
