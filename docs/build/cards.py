@@ -68,12 +68,11 @@ def recipe_card(recipe: Recipe) -> str:
         f"# Recipe `{recipe.selector}` on SmolLM2-135M-Instruct\n",
         f"{recipe.about} Written by `docs/build/cards.py` from "
         f"[{recipe.result}.json](../benchmarks/results/{recipe.result}.json).\n",
-        f"n = {shown['n']} prompts of {shown['task']}, {low:,} to {high:,} tokens. KL is the divergence of the "
-        "next-token distribution from full prefill's, as a share of what full reuse of chunks behind BOS alone has, "
-        "with 95 % intervals. "
-        "*Nominal* is the share of the reusable tokens that is recomputed, *charged* what it cost, as a share of a "
-        "full prefill's work.\n",
-        "| nominal | charged | KL, of full reuse's | first token |\n|---|---|---|---|",
+        f"n = {shown['n']} prompts of {shown['task']}, {low:,} to {high:,} tokens. *Error* is how far "
+        "next-token distributions are from full prefill's (KL divergence): 0 is full prefill, 1 is full reuse of "
+        "chunks behind BOS alone; with 95 % intervals. *Ratio* is the share of the reusable tokens that is "
+        "recomputed, *cost* all work on them as a share of a full prefill's.\n",
+        "| ratio | cost | error | first token |\n|---|---|---|---|",
         *(_line(row) for row in own.values()),
         "\n## How to use it\n",
         '```python\nfrom hf_blend import BlendCache, ChunkStore\n\nstore = ChunkStore.open("kv-store")',
