@@ -74,7 +74,7 @@ def speed() -> str:
     rows = sorted(document["rows"], key=lambda row: row["charged_budget"])
     measured = tuple((row["charged_budget"], row["ttft_ms"] / full) for row in rows)
     bound = tuple((row["charged_budget"], 1 / row["flop_bound"]) for row in rows)
-    lines = [Line("measured", measured), Line("what the saved FLOPs allow", bound)]
+    lines = [Line("measured", measured), Line("if only FLOPs counted", bound)]
     tokens = f"{rows[0]['prompt_tokens']} tokens, shape of {document['machine']['shape']}"
     said = "time to the first token, of full prefill"
     return line_chart(lines, x_label=f"cost ({tokens})", y_label=said, background=THEMED)
