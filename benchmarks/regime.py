@@ -234,21 +234,6 @@ def run(arguments: argparse.Namespace) -> None:
                 file.write(json.dumps({"id": row["id"], "number": number, "linked": row["linked"], **line}) + "\n")
 
 
-def importance_spread(bench: Bench, row: Row, store: ChunkStore) -> float | None:
-    """Over how large a share of the chunks' tokens stored importance is spread, 0–1: may say how wrong reuse will be.
-
-    None where no chunk has it. It is exp(entropy) over the number of tokens.
-    """
-    chunks = [store.get(key) for key in store.keys(bench.model, bench.tokenizer, row["chunks"])]
-    found = [chunk.importance.float() for chunk in chunks if chunk is not None and chunk.importance is not None]
-    if not found:
-        return None
-    importance = torch.cat(found)
-    shares = importance / importance.sum()
-    entropy = torch.special.entr(shares).sum()
-    return round(float(entropy.exp()) / len(shares), 4)
-
-
 def measure(bench: Bench, row: Row, ratios: dict[str, float]) -> list[Row]:
     """Measure methods, each at its ratio, on one prompt, and full prefill beside them."""
     store = ChunkStore.open("memory://")
@@ -257,7 +242,6 @@ def measure(bench: Bench, row: Row, ratios: dict[str, float]) -> list[Row]:
     ids = bench.inputs(BlendCache(bench.model, ChunkStore.open("memory://")), row)["input_ids"]
     answer, full, full_ms = bench.full(ids)
     full_text = str(bench.tokenizer.decode(answer, skip_special_tokens=True))
-    spread = importance_spread(bench, row, store)
     lines = []
     for method in random.Random(row["id"]).sample(list(ratios), len(ratios)):
         rule = method.split("=")[0]
@@ -280,7 +264,6 @@ def measure(bench: Bench, row: Row, ratios: dict[str, float]) -> list[Row]:
                 "ms": round(spent_ms, 1),
                 "full_ms": round(full_ms, 1),
                 "tokens": ids.shape[1],
-                "need": spread,
             }
         )
         print(row["id"], method, lines[-1]["charged"], lines[-1]["kl"], lines[-1]["same"], flush=True)

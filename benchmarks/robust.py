@@ -5,12 +5,9 @@
     python benchmarks/robust.py run --model qwen2.5-coder-1.5b --dtype bfloat16 --task hotpotqa --data DIR --limit 40
     python benchmarks/robust.py run --model qwen2.5-coder-0.5b --task musique --data DIR --passages 12 --limit 24
     python benchmarks/robust.py table
-    python benchmarks/robust.py recommend
 
 Prompts, methods and charges are fixed in this file. `run` appends a line per prompt and method to a file of its own
 and skips what is there: it may be stopped at any time. `table` writes `benchmarks/results/robust.json`.
-`recommend` says of it which rule leaves least on each model, mean over the tasks, and whether it is told from the
-default.
 
 A prompt has the passages that share most rare words with the question, among them one that holds the answer, in the
 order of the data. The error is the KL divergence of the next-token distribution from full prefill's, in nats: the
@@ -320,63 +317,6 @@ def _of(own: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]] | None) 
     return [round(value, 4) for value in (sum(kl) / sum(other), low, high, better)]
 
 
-@dataclass(frozen=True)
-class Recommendation:
-    """The rule that leaves least on a model, mean over tasks.
-
-    Attributes:
-        rule: its name.
-        target: the charge that was asked for.
-        ratio: at which it is charged so, mean over the tasks.
-        left: what it leaves, mean over the tasks.
-        default_left: what the default leaves.
-        is_told: it leaves less than the default on every task, by the interval of the paired share.
-    """
-
-    rule: str
-    target: float
-    ratio: float
-    left: float
-    default_left: float
-    is_told: bool
-
-
-def recommended(rows: Sequence[Row]) -> dict[str, Recommendation]:
-    """Give the best rule of each model, of those that were measured on all of its tasks."""
-    recommendations = {}
-    for model in dict.fromkeys(row["model"] for row in rows):
-        ways: dict[tuple[str, float], list[Row]] = {}
-        for row in rows:
-            if row["model"] == model and row["method"].endswith("@text"):
-                ways.setdefault((row["method"], row["target"]), []).append(row)
-        most = max(map(len, ways.values()))
-        left = {}
-        for way, lines in ways.items():
-            if len(lines) == most:
-                left[way] = statistics.fmean(line["kl"] for line in lines)
-        best = min(left, key=lambda way: left[way])
-        rule, target = best
-        recommendations[model] = Recommendation(
-            rule=rule.removesuffix("@text"),
-            target=target,
-            ratio=round(statistics.fmean(line["ratio"] for line in ways[best]), 2),
-            left=left[best],
-            default_left=left[f"{BlendConfig.selector}@text", CHARGES[-1]],
-            is_told=all(line["of_default"][2] < 1 for line in ways[best]),
-        )
-    return recommendations
-
-
-def recommend(arguments: argparse.Namespace) -> None:
-    """Say of each model which rule leaves least."""
-    rows = json.loads(arguments.output.read_text("utf-8"))["rows"]
-    for model, best in recommended([row for row in rows if row["chunks"] == PASSAGES]).items():
-        print(
-            f"{model}: {best.rule} at a charge of {best.target:g} (ratio {best.ratio}) leaves {best.left:.2f}, the "
-            f"default {best.default_left:.2f}: {'' if best.is_told else 'not '}told to leave less"
-        )
-
-
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -392,10 +332,7 @@ def main() -> None:
     measure.add_argument("--methods", nargs="+", choices=METHODS)
     measure.set_defaults(do=run)
     write.set_defaults(do=table)
-    advise = commands.add_parser("recommend")
-    advise.set_defaults(do=recommend)
-    for command in (write, advise):
-        command.add_argument("--output", type=Path, default=RESULTS / "robust.json", help="the table")
+    write.add_argument("--output", type=Path, default=RESULTS / "robust.json", help="the table")
     for command in (measure, write):
         command.add_argument("--rows", type=Path, default=RESULTS / "robust")
     arguments = parser.parse_args()
