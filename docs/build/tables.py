@@ -183,15 +183,15 @@ def robust_rows(document: dict[str, Any], chunks: int = 6) -> dict[tuple[str, st
 
 
 def long_rows(document: dict[str, Any]) -> dict[tuple[str, str, int], dict[str, Row]]:
-    """Give the rows of each model, task and number of chunks by method; the largest model and the worst task first."""
+    """Give the rows of each model, task and number of chunks by method; the largest model, then most prompts first."""
     found: dict[tuple[str, str, int], dict[str, Row]] = {}
     for row in document["rows"]:
         if row["linked"] is None:
             found.setdefault((row["model"], row["task"], row["chunks"]), {})[row["method"]] = row
     complete = {key: rows for key, rows in found.items() if LONG_DEFAULT in rows and LONG_REUSE in rows}
 
-    def order(key: tuple[str, str, int]) -> tuple[int, float]:
-        return LARGEST_FIRST.index(key[0]), -complete[key][LONG_DEFAULT]["of_reuse"]
+    def order(key: tuple[str, str, int]) -> tuple[int, int]:
+        return LARGEST_FIRST.index(key[0]), -complete[key][LONG_DEFAULT]["n"]
 
     return {key: complete[key] for key in sorted(complete, key=order)}
 
@@ -236,7 +236,7 @@ def _long_cells(row: Row) -> str:
     is_reuse = row["method"] == LONG_REUSE
     geometric = "1" if is_reuse else f"{row['geometric']:.2f}"
     worse = "" if is_reuse else f"{100 * row['made_worse']:.0f} %"
-    kept = "" if row["kept"] is None else f"{100 * row['kept']:.0f} %"
+    kept = "" if row["kept"] is None else f"{row['kept'] * row['kept_of']:.0f}/{row['kept_of']}"
     return f"{geometric} | {worse} | {kept} | {row['ttft_x']:.1f} x"
 
 
