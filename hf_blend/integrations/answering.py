@@ -26,7 +26,6 @@ from ..store import ChunkStore
 __all__ = ["Answer", "Answerer"]
 
 Inputs = Callable[[BlendCache], Mapping[str, Tensor]]
-BETWEEN = "\n\n"
 SAME = dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_new_tokens")  # OpenAI's names
 
 

@@ -95,14 +95,9 @@ class ModelUnderTest(CheckedModel):
         return measure_floor(self.model, self.prompts)
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The dtype that K and V have."""
-        return self.model.dtype
-
-    @property
     def logit_tolerance(self) -> float:
         """How far logits may be off: the floor; in float32 1e-5 where the floor is lower."""
-        return max(self.floor.logits, FLOAT32_LOGITS) if self.dtype == torch.float32 else self.floor.logits
+        return max(self.floor.logits, FLOAT32_LOGITS) if self.model.dtype == torch.float32 else self.floor.logits
 
     def cache(self, ratio: float, store: Any = None, selector: str = "kv-deviation", **more: Any) -> BlendCache:
         """A cache for a request, on its own store if none is given; a failed self-test is for the checks to say."""
@@ -145,7 +140,7 @@ class ModelUnderTest(CheckedModel):
         if judged[0].layer is None:
             return CheckResult(error, FLOORS * self.logit_tolerance)  # plain ones differ so, too, at other positions
         largest = max(float(comparison.expected.abs().amax()) for comparison in judged)
-        return CheckResult(error, self.floor.layer_0 + largest * rounding(self.dtype, 6, moves=1))
+        return CheckResult(error, self.floor.layer_0 + largest * rounding(self.model.dtype, 6, moves=1))
 
     def contribution_tolerance(self, dtype: torch.dtype) -> float:
         """Queries and keys are rounded as where they are moved once each."""
@@ -292,19 +287,12 @@ def rounding(dtype: torch.dtype, roundings: int, moves: int = 0) -> float:
     return 2**0.5 * ((roundings + moves) * eps + 16 * moves * fine) / 2
 
 
-def reusable(got: BlendedPrefill) -> Tensor:
-    """`[batch, tokens]`: the columns of the chunks, which may be chosen."""
-    width = max(len(prompt.ids) for prompt in got.prompts)
-    grid = torch.zeros((len(got.prompts), width), dtype=torch.bool)
-    for row, prompt in enumerate(got.prompts):
-        start = width - len(prompt.ids)
-        grid[row, start + len(prompt.prefix) : width - len(prompt.question)] = True
-    return grid
-
-
 def unchosen(got: BlendedPrefill) -> Tensor:
     """`[batch, tokens]`: the columns of the chunks that were not chosen."""
-    grid = reusable(got)
-    for row, columns in enumerate(got.cache.report.chosen_columns):
-        grid[row, columns] = False
+    width = max(len(prompt.ids) for prompt in got.prompts)
+    grid = torch.zeros((len(got.prompts), width), dtype=torch.bool)
+    for row, (prompt, chosen) in enumerate(zip(got.prompts, got.cache.report.chosen_columns, strict=True)):
+        start = width - len(prompt.ids)
+        grid[row, start + len(prompt.prefix) : width - len(prompt.question)] = True
+        grid[row, chosen] = False
     return grid

@@ -45,7 +45,7 @@ def moved_chunk(subject: ModelUnderTest) -> CheckResult:
         expected = tuple(states[0, :, prefix_tokens:] for states in layer)
         there.append(expected)
         largest = max(largest, *(float(states.abs().amax()) for states in expected), 0.0)
-    allowed = FLOORS * subject.floor.states + largest * rounding(subject.dtype, 6, moves=1)
+    allowed = FLOORS * subject.floor.states + largest * rounding(subject.model.dtype, 6, moves=1)
     return CheckResult(states_apart(got, there), allowed)
 
 
