@@ -61,8 +61,8 @@ class BlendConfig:
             no tokenizer is known, as chunks are stored, see docs/choosing.md.
         edits: what is behind the first token that a prompt has otherwise than the cache: "compute" it, or "blend" what
             both have, moved, see docs/chat.md.
-        chains: store what `heal` computes, by all tokens before it, and load the longest stored chain of a prompt as
-            exact, see docs/healing.md.
+        chains: store what `heal` computes, and load it as exact in later prompts that begin with the same tokens, see
+            docs/healing.md.
         kv_bits: 8 or 4 holds K and V in so many bits; None in the model's dtype.
         kv_device_map: where K and V are kept: "cpu", "disk", or layer → device, see docs/holding_less.md.
             None, and layers that are not named: where they are computed.

@@ -265,8 +265,9 @@ SECTIONS = (
             f"{_first(found, cache='BlendCache')['passed']} pass with a `BlendCache`."
         ),
         lambda found: (
-            f"`benchmarks/stock_tests.py`, transformers {found['transformers']}. The others continue a filled cache "
-            "by a plain `generate`, which is refused by name; two ask for stock's class of a layer. `SequenceCache` "
+            f"`benchmarks/stock_tests.py`, transformers {found['transformers']}. The others call a plain "
+            "`generate` on a filled cache, which is refused with the reason; two expect transformers' own class of "
+            "layer. `SequenceCache` "
             f"refuses {_refused_calls(_first(found, cache='SequenceCache'))} calls by name, mostly of batches."
         ),
     ),
