@@ -291,8 +291,9 @@ def unchosen(got: BlendedPrefill) -> Tensor:
     """`[batch, tokens]`: the columns of the chunks that were not chosen."""
     width = max(len(prompt.ids) for prompt in got.prompts)
     grid = torch.zeros((len(got.prompts), width), dtype=torch.bool)
-    for row, (prompt, chosen) in enumerate(zip(got.prompts, got.cache.report.chosen_columns, strict=True)):
+    for row, prompt in enumerate(got.prompts):
         start = width - len(prompt.ids)
         grid[row, start + len(prompt.prefix) : width - len(prompt.question)] = True
-        grid[row, chosen] = False
+    for row, columns in enumerate(got.cache.report.chosen_columns):  # none where no chunk was blended
+        grid[row, columns] = False
     return grid
