@@ -66,7 +66,7 @@ class BlendConfig:
         kv_bits: 8 or 4 holds K and V in so many bits; None in the model's dtype.
         kv_device_map: where K and V are kept: "cpu", "disk", or layer → device, see docs/holding_less.md.
             None, and layers that are not named: where they are computed.
-        offload_folder: for K and V on disk; files there have no names and go with the cache.
+        offload_folder: for K and V on disk; its files are gone when the cache is.
         allow_unverified: use a model that fails the self-test, with one warning.
         seed: for selectors that draw at random.
     """
