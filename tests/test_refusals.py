@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tiny_models import tiny_model
 
 from hf_blend import BlendCache, ChunkStore, ConfigError, PromptError
 from hf_blend.context.self_extend import self_extend
@@ -13,6 +14,7 @@ from hf_blend.sparse.config import SparseConfig
 from tests.asking import memory
 from tests.chat_templates import ASKED, CHATML, DOCUMENTS, JOINED
 from tests.conftest import shared_zoo_model
+from tests.sequences import filled as filled_cache
 
 TABLE = json.loads(Path(__file__).with_name("refusals.json").read_text("utf-8"))
 MESSAGES = [  # messages, documents, further arguments
@@ -25,10 +27,6 @@ TEXTS = [
     (JOINED, ["Not there."], "is not in the prompt"),
     ("caf\ud800", None, "half of a surrogate pair"),
     ([JOINED], DOCUMENTS, "a batch of 1 prompts came with 3 documents"),
-]
-PARTIAL = [
-    (0.0, r"share=0\.0.*expected a share above 0"),
-    ({"shares": 0.1}, "'shares'.*Did you mean 'share'"),
 ]
 SPARSE = [("share", 1.5), ("block_tokens", 0)]
 EXTENDED = [("window_tokens", 64), ("group_tokens", 0)]
@@ -69,7 +67,7 @@ def test_inputs_from_text_refuse_what_makes_no_prompt(text, chunks, says, known)
         cache.inputs_from_text(tokenizer, text, chunks, add_special_tokens=True)
 
 
-@pytest.mark.parametrize(("partial", "says"), PARTIAL)
+@pytest.mark.parametrize(("partial", "says"), TABLE["partial loading"])
 def test_store_refuses_settings_of_partial_loading_and_makes_no_file(partial, says, tmp_path):
     with pytest.raises(ConfigError, match=says):
         ChunkStore.open(tmp_path / "store", partial=partial)
@@ -86,3 +84,11 @@ def test_sparse_config_refuses_numbers_out_of_range(name, value):
 def test_self_extend_refuses_numbers_out_of_range(name, value, shared_model):
     with pytest.raises(ConfigError), self_extend(shared_model(), **{"trained_tokens": 64, name: value}):
         pass
+
+
+@pytest.mark.parametrize(("name", "arguments", "says"), TABLE["whole numbers of operations on sequences"])
+def test_operations_of_sequences_refuse_what_is_no_whole_number_in_range(name, arguments, says):
+    cache = filled_cache(tiny_model("llama"), 8)
+    with pytest.raises(ConfigError, match=f"{says}, expected a whole number"):
+        getattr(cache, name)(*arguments)
+    assert cache.positions() == list(range(8))

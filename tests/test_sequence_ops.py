@@ -13,7 +13,6 @@ from tiny_models import tiny_model
 from transformers import DynamicCache
 
 from hf_blend.context.token_table import TokenTable
-from hf_blend.errors import ConfigError
 from tests.asking import apart, rotated
 from tests.sequences import filled as filled_cache
 
@@ -188,22 +187,3 @@ def test_operation_of_llama_cpp_moves_tokens_and_keys_as_llama_h_says(operations
             keys = rotated(other.keys[:, :, tokens], positions - tokens)
             assert apart(layer.keys, keys) <= 2e-6
             assert torch.equal(layer.values, other.values[:, :, tokens])
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments", "said"),
-    [
-        ("divide", (0, 0, None, 0), "by is 0"),
-        ("divide", (0, 0, None, 2.5), "by is 2.5"),
-        ("shift", (0, 0, None, True), "delta is True"),
-        ("shift", (0, 0.5, None, 1), "start is 0.5"),
-        ("remove", (0, 0, 2.0), "stop is 2.0"),
-        ("remove", (None,), "number of a sequence is None"),
-        ("copy", (-1, 0), "number of a sequence is -1"),
-    ],
-)
-def test_argument_that_is_no_whole_number_in_range_is_refused(name, arguments, said):
-    cache = filled_cache(tiny_model("llama"), 8)
-    with pytest.raises(ConfigError, match=f"{said}, expected a whole number"):
-        getattr(cache, name)(*arguments)
-    assert cache.positions() == list(range(8))
