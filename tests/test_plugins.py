@@ -50,12 +50,6 @@ def test_loading_plugin_imports_it_alone_and_dashes_do_not_matter(fruits, name):
     assert "hf_blend.fruits.pear" not in sys.modules
 
 
-def test_new_file_is_all_that_new_method_needs(fruits):
-    (fruits / "plum.py").write_text(PLUGIN.format(line="Sweet.", name="Plum"))
-    assert plugins.load("fruits", "plum").__name__ == "Plum"
-    assert plugins.describe("fruits")["plum"] == "Sweet."
-
-
 def test_wrong_name_is_answered_with_near_one_and_list(fruits):
     with pytest.raises(PluginNotFoundError) as caught:
         plugins.load("fruits", "red_aple")
