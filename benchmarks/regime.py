@@ -328,6 +328,7 @@ def summarise(lines: list[Row]) -> list[Row]:
                 "same_answer": round(statistics.fmean(line["same"] for line in found), 4),
                 "kept": round(statistics.fmean(right), 4) if right else None,
                 "kept_of": len(right),
+                "right": sum(line["right"] for line in found),
                 "f1": round(statistics.fmean(line["f1"] for line in found), 4),
                 "full_f1": round(statistics.fmean(line["full_f1"] for line in found), 4),
                 "ttft_x": round(statistics.median(line["full_ms"] / line["ms"] for line in found), 2),

@@ -174,9 +174,10 @@ class _Printer:
         else:
             typer.echo()
             say(COST.format(replies[0].answer.ttft_ms / 1e3, **replies[0].answer.cost))
-        cut = [reply.method.name for reply in replies if reply.answer.is_cut]
+        cut = [reply for reply in replies if reply.answer.is_cut]
         if cut:
-            say(f"Cut at {len(replies[0].answer.ids)} tokens, set --max-new-tokens higher: {', '.join(cut)}.")
+            names = ", ".join(reply.method.name for reply in cut)
+            say(f"Cut at {len(cut[0].answer.ids)} tokens, set --max-new-tokens higher: {names}.")
         for report in reports:
             if report.advice:
                 say(f"Controller: {Advice(**report.advice)}")

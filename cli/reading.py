@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from hf_blend.errors import PromptError
 
+from .options import REAL
 from .output import progress, said_if_slow, say
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from hf_blend.evaluation.documents import Corpus
     from hf_blend.evaluation.retrieving import Piece, Retriever
 
-CHECKING = "Checking which model this is, by all its weights, and whether it is exact: once for each run."
+CHECKING = "Reading all weights to know which model this is and, the first time, checking that it blends exactly."
 COST = "First token after {:.2f} s: {reused_tokens} of {prompt_tokens} tokens reused, {recomputed_tokens} recomputed."
 
 
@@ -54,6 +55,8 @@ def load(source: "ModelSource", store: "ChunkStore | None" = None, blends: bool 
     from hf_blend.errors import HfBlendError
     from hf_blend.model.identity import fingerprint
 
+    if source.name == REAL and blends:
+        say(f"{REAL} has 135 M parameters: it often answers wrongly, by full prefill too. --model names another.")
     model = source.load()
     with said_if_slow(CHECKING), contextlib.suppress(HfBlendError):  # what uses the model refuses it
         identity = fingerprint(model)

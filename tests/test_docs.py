@@ -172,7 +172,7 @@ def test_site_lists_every_page_builds_and_fetches_nothing(tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.stderr == ""
     assert done.returncode == 0
-    assert "<h2 id=\"what-it-is-worth\">" in read(tmp_path / "index.html"), "README is the first page"
+    assert '<h2 id="what-it-is-worth">' in read(tmp_path / "index.html"), "README is the first page"
     site = "".join(map(read, tmp_path.glob("*.html")))
     assert not re.findall(r'(?:src|<link[^>]* href)="(?:https?:)?//[^"]*', site)
     assert 'href="../' not in site

@@ -183,15 +183,15 @@ def robust_rows(document: dict[str, Any], chunks: int = 6) -> dict[tuple[str, st
 
 
 def long_rows(document: dict[str, Any]) -> dict[tuple[str, str, int], dict[str, Row]]:
-    """Give the rows of each model, task and number of chunks by method; the largest model, then most prompts first."""
+    """The rows of each model, task and number of chunks by method: first the largest, where reuse is most wrong."""
     found: dict[tuple[str, str, int], dict[str, Row]] = {}
     for row in document["rows"]:
         if row["linked"] is None:
             found.setdefault((row["model"], row["task"], row["chunks"]), {})[row["method"]] = row
     complete = {key: rows for key, rows in found.items() if LONG_DEFAULT in rows and LONG_REUSE in rows}
 
-    def order(key: tuple[str, str, int]) -> tuple[int, int]:
-        return LARGEST_FIRST.index(key[0]), -complete[key][LONG_DEFAULT]["n"]
+    def order(key: tuple[str, str, int]) -> tuple[int, float]:
+        return LARGEST_FIRST.index(key[0]), -complete[key][LONG_REUSE]["kl_mean"]
 
     return {key: complete[key] for key in sorted(complete, key=order)}
 
@@ -210,18 +210,21 @@ def _prompts(key: tuple[str, str, int], row: Row) -> str:
 
 
 def _front(document: dict[str, Any]) -> list[str]:
-    """The largest model's rows, a table for each task."""
-    lines = []
-    for key, rows in largest_rows(document).items():
-        off = rows[LONG_REUSE]["kl_mean"]
-        lines += [f"**{_prompts(key, rows[LONG_REUSE])}; full reuse is {off:.2f} nats off**", ""]
-        lines += _head("rule, cost", ("error", "geometric", "worse than reuse", "right answers kept", "first token"))
-        for method, name in LONG.items():
-            if method in rows and method != NOT_IN_FRONT:
-                row = rows[method]
-                lines.append(f"| {name} | {_of_reuse(row)} | {_long_cells(row)} |")
-        lines.append("")
-    return lines[:-1]
+    """The largest model's rows, the tasks side by side."""
+    tables = largest_rows(document)
+    reuses = [rows[LONG_REUSE] for rows in tables.values()]
+    names = []
+    for (_, task, _), reuse in zip(tables, reuses, strict=True):
+        names += [f"{TASKS[task]}, n = {reuse['n']}: error", "geometric", "worse", "right, kept"]
+    lines = _head("rule, cost", (*names, "first token"))
+    full = " | ".join(f"0 | | | {reuse['kept_of']}" for reuse in reuses)
+    lines.append(f"| full prefill | {full} | 1 x |")
+    for method, name in LONG.items():
+        found = [rows[method] for rows in tables.values()]
+        if method != NOT_IN_FRONT:
+            cells = " | ".join(f"{_of_reuse(row)} | {_long_cells(row)}" for row in found)
+            lines.append(f"| {name} | {cells} | {min(row['ttft_x'] for row in found):.1f} x |")
+    return lines
 
 
 def _of_reuse(row: Row) -> str:
@@ -232,12 +235,17 @@ def _of_reuse(row: Row) -> str:
 
 
 def _long_cells(row: Row) -> str:
-    """The geometric error, how often it is worse than reuse, right answers kept, and the first token."""
+    """The geometric error, how often it is worse than reuse, and right answers."""
     is_reuse = row["method"] == LONG_REUSE
     geometric = "1" if is_reuse else f"{row['geometric']:.2f}"
     worse = "" if is_reuse else f"{100 * row['made_worse']:.0f} %"
-    kept = "" if row["kept"] is None else f"{row['kept'] * row['kept_of']:.0f}/{row['kept_of']}"
-    return f"{geometric} | {worse} | {kept} | {row['ttft_x']:.1f} x"
+    return f"{geometric} | {worse} | {_right(row)}"
+
+
+def _right(row: Row) -> str:
+    """How many answers are right, and how many of full prefill's right ones are."""
+    kept = (row["kept"] or 0) * row["kept_of"]
+    return f"{row['right']}, {kept:.0f}/{row['kept_of']}"
 
 
 def _bars(document: dict[str, Any]) -> list[str]:
@@ -256,24 +264,40 @@ def _bars(document: dict[str, Any]) -> list[str]:
 
 
 def _regime(document: dict[str, Any]) -> list[str]:
-    """Every row of prompts with long chunks, behind what was found."""
+    """Every row of prompts with long chunks: the largest model's whole, the others' errors."""
     found = long_rows(document)
-    said = []
-    for (model, task, _), rows in found.items():
-        default = rows[LONG_DEFAULT]["of_reuse"]
-        fast = rows[LONG_FAST]["of_reuse"]
-        said.append(f"{default:.2f} and {fast:.2f} on {MODELS[model]} and {TASKS[task]}")
-    lines = [f"**At a cost of 30 and 15 % the default leaves of reuse's mean error: {'; '.join(said)}.**"]
-    cells = ("nats: mean, median", "error", "geometric", "worse", "kept", "first token", "same answer")
-    for key, rows in found.items():
-        lines += ["", f"{_prompts(key, rows[LONG_REUSE])}:", "", *_head("rule, cost", cells)]
+    largest = largest_rows(document)
+    cells = ("nats: mean, median", "error", "geometric", "worse", "right, kept", "first token", "same answer")
+    left = [f"{rows[method]['of_reuse']:.2f}" for method in (LONG_DEFAULT, LONG_FAST) for rows in largest.values()]
+    middle = len(left) // 2
+    default, fast = " and ".join(left[:middle]), " and ".join(left[middle:])
+    lines = [f"**On the largest model the default leaves {default} of reuse's error at 30 %, {fast} at 15 %.**", ""]
+    for key, rows in largest.items():
+        lines += [f"{_prompts(key, rows[LONG_REUSE])}:", "", *_head("rule, cost", cells)]
         for method, name in LONG.items():
             if method in rows:
                 row = rows[method]
                 nats = f"{row['kl_mean']:.3f}, {row['kl_median']:.3f}"
-                shown = (name, nats, _of_reuse(row), _long_cells(row), f"{100 * row['same_answer']:.0f} %")
+                last = f"{row['ttft_x']:.1f} x | {100 * row['same_answer']:.0f} %"
+                shown = (name, nats, _of_reuse(row), _long_cells(row), last)
                 lines.append(f"| {' | '.join(shown)} |")
+        lines.append("")
+    names = [name for method, name in LONG.items() if method != LONG_REUSE]
+    lines += _head("error; prompts of 6 chunks", ("reuse, nats", *names, "right, kept: reuse", "default"))
+    for key, rows in found.items():
+        if key not in largest:
+            lines.append(_other_errors(key, rows))
     return lines
+
+
+def _other_errors(key: tuple[str, str, int], rows: dict[str, Row]) -> str:
+    """The errors of a model and task by rule, in one line."""
+    model, task, _ = key
+    reuse = rows[LONG_REUSE]
+    errors = [_of_reuse(rows[method]) if method in rows else "" for method in LONG if method != LONG_REUSE]
+    counts = [_right(row) for row in (reuse, rows[LONG_DEFAULT])]
+    cells = (f"{MODELS[model]}, {reuse['n']} of {TASKS[task]}", f"{reuse['kl_mean']:.3f}", *errors, *counts)
+    return f"| {' | '.join(cells)} |"
 
 
 def _robust(document: dict[str, Any]) -> list[str]:
