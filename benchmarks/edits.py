@@ -3,6 +3,7 @@
 """What a conversation loses whose history is edited, when K and V behind the edit are moved instead of computed.
 
     python benchmarks/edits.py run --model smollm2 --data DIR --limit 40
+    python benchmarks/edits.py leak --model qwen2.5-coder-1.5b --data DIR --limit 40
     python benchmarks/edits.py table
 
 A conversation has a system prompt with a date and three turns: four passages of HotpotQA or MuSiQue as search results
@@ -15,8 +16,8 @@ The error is the KL divergence of the next-token distributions from stock's full
 nats, mean over the first ten tokens of stock's answer. `says` is how often the code word is the most likely end of an
 answer that begins to say it, `nats` what a token of it costs there; `not dropped` is the other end. Time is of one
 thread's CPU to the first token, with finding and copying what is moved; `speed` is that of computing over it. `run`
-appends a line per conversation and edit and skips those that are there. `table` writes
-`benchmarks/results/edits.json`; intervals are over conversations.
+appends a line per conversation and edit and skips those that are there; `leak` asks for the code word only, without
+stock's full prefill. `table` writes `benchmarks/results/edits.json`; intervals are over conversations.
 """
 
 import argparse
@@ -105,7 +106,7 @@ def measured(
         full: stock's answer `[tokens]`, and its log probabilities `[tokens, words]`.
         code: the word that is asked for; else empty.
     """
-    cache = BlendCache.load(bench.model, ChunkStore.open("memory://"), path, **{"edits": "blend", **WAYS[way]})
+    cache = opened(bench, path, way)
     began = time.process_time()
     ids = cache.inputs_from_messages(bench.tokenizer, messages)["input_ids"]
     past = cache.get_seq_length()
@@ -122,6 +123,11 @@ def measured(
         first = bench.model(ids[:, -1:], past_key_values=cache).logits[0]
         row = {"kl": divergence(bench, cache, first, full)}
         yield name, row | (recalled(bench, cache, code) if code else {})
+
+
+def opened(bench: Bench, path: str, way: str) -> BlendCache:
+    """The cache of the conversation as it was, which takes edits in one way."""
+    return BlendCache.load(bench.model, ChunkStore.open("memory://"), path, **{"edits": "blend", **WAYS[way]})
 
 
 def divergence(bench: Bench, cache: BlendCache, first: Tensor, full: Sequence[Tensor]) -> float:
@@ -141,6 +147,20 @@ def recalled(bench: Bench, cache: Any, code: str) -> Row:
     return {"nats": round(float(nats), 4), "says": logits.argmax(-1).tolist() == word}
 
 
+def code_word(number: int) -> str:
+    """The code word of a conversation."""
+    return f"{random.Random(number).choice(('velvet', 'granite', 'saffron', 'harbor'))}-{4271 + 37 * number}"
+
+
+def save_held(bench: Bench, messages: list[dict[str, str]], path: str) -> int:
+    """Compute a conversation whole and save its cache; gives how many tokens it has."""
+    held = bench.tokenizer.apply_chat_template(messages, return_dict=False)
+    cache = BlendCache(bench.model, ChunkStore.open("memory://"))
+    bench.model(torch.tensor([held]), past_key_values=cache, logits_to_keep=1)
+    cache.save(path)
+    return len(held)
+
+
 def run(arguments: argparse.Namespace) -> None:
     """Measure what is not measured yet."""
     bench = Bench(parted_models.locate(arguments.model), {})
@@ -150,21 +170,18 @@ def run(arguments: argparse.Namespace) -> None:
     lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
     done = {(line["id"], line["edit"]) for line in lines}
     for number, rows in enumerate(conversations(arguments.data)[: arguments.limit]):
-        code = f"{random.Random(number).choice(('velvet', 'granite', 'saffron', 'harbor'))}-{4271 + 37 * number}"
-        held = bench.tokenizer.apply_chat_template(messages_of(rows, code)[:-1], return_dict=False)
+        code = code_word(number)
         if all((number, edit) in done for edit in EDITS):
             continue
         with tempfile.TemporaryDirectory() as folder:
             session = f"{folder}/session"
-            cache = BlendCache(bench.model, ChunkStore.open("memory://"))
-            bench.model(torch.tensor([held]), past_key_values=cache, logits_to_keep=1)
-            cache.save(session)
+            held = save_held(bench, messages_of(rows, code)[:-1], session)
             for edit in (one for one in EDITS if (number, one) not in done):
                 question = SECRET if edit == "secret" else ""
                 messages = messages_of(rows, code, edit, question)
                 ids = bench.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
                 *full, _ = bench.full(torch.tensor([ids]), COMPARED_TOKENS)
-                line = {"id": number, "edit": edit, "code": code, "held": len(held), "tokens": len(ids), "ways": {}}
+                line = {"id": number, "edit": edit, "code": code, "held": held, "tokens": len(ids), "ways": {}}
                 for way in WAYS:
                     line["ways"] |= dict(measured(bench, messages, way, session, full, question and code))
                 if question:
@@ -177,9 +194,41 @@ def run(arguments: argparse.Namespace) -> None:
                     file.write(json.dumps(line) + "\n")
 
 
+def leak(arguments: argparse.Namespace) -> None:
+    """Ask each conversation for its dropped code word, in every way; where it is there, that is exact."""
+    bench = Bench(parted_models.locate(arguments.model), {})
+    path = arguments.rows / "leak" / f"{arguments.model}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    done = len(path.read_text("utf-8").splitlines())
+    for number, rows in [*enumerate(conversations(arguments.data)[: arguments.limit])][done:]:
+        code = code_word(number)
+        asked = dict.fromkeys(WAYS, messages_of(rows, code, "secret", SECRET))
+        asked["not dropped"] = messages_of(rows, code, question=SECRET)
+        line = {}
+        with tempfile.TemporaryDirectory() as folder:
+            session = f"{folder}/session"
+            save_held(bench, messages_of(rows, code)[:-1], session)
+            for name, messages in asked.items():
+                cache = opened(bench, session, name if name in WAYS else "compute")
+                ids = cache.inputs_from_messages(bench.tokenizer, messages)["input_ids"]
+                bench.model(ids[:, cache.get_seq_length() :], past_key_values=cache, logits_to_keep=1)
+                line[name] = recalled(bench, cache, code)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
 def table(arguments: argparse.Namespace) -> None:
     """Write the table of all rows, and print it."""
     results = []
+    leaks = []
+    for path in sorted((arguments.rows / "leak").glob("*.jsonl")):
+        lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+        for way in lines[0]:
+            says = sum(line[way]["says"] for line in lines)
+            nats = round(statistics.fmean(line[way]["nats"] for line in lines), 3)
+            leaks.append({"model": path.stem, "way": way, "n": len(lines), "says": says, "nats": nats})
+            print(*leaks[-1].values())
     for path in sorted(arguments.rows.glob("*.jsonl")):
         lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
         for edit in EDITS:
@@ -189,7 +238,9 @@ def table(arguments: argparse.Namespace) -> None:
                 print(*results[-1].values())
     text = ",\n".join("  " + json.dumps(row) for row in results)
     settings = {"seed": SEED, "threads": 1, "torch": torch.__version__, "commit": _commit()}
-    arguments.output.write_text(f'{{"settings": {json.dumps(settings)},\n"rows": [\n{text}\n]}}\n', "utf-8")
+    arguments.output.write_text(
+        f'{{"settings": {json.dumps(settings)},\n"leaks": {json.dumps(leaks)},\n"rows": [\n{text}\n]}}\n', "utf-8"
+    )
 
 
 def summarised(lines: Sequence[Row], way: str) -> Row:
@@ -220,14 +271,17 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     runs = commands.add_parser("run")
-    runs.add_argument("--model", required=True)
-    runs.add_argument("--data", type=Path, required=True)
-    runs.add_argument("--limit", type=int, default=40)
     runs.set_defaults(act=run)
+    leaks = commands.add_parser("leak")
+    leaks.set_defaults(act=leak)
+    for command in (runs, leaks):
+        command.add_argument("--model", required=True)
+        command.add_argument("--data", type=Path, required=True)
+        command.add_argument("--limit", type=int, default=40)
     tables = commands.add_parser("table")
     tables.add_argument("--output", type=Path, default=RESULTS / "edits.json")
     tables.set_defaults(act=table)
-    for command in (runs, tables):
+    for command in (runs, leaks, tables):
         command.add_argument("--rows", type=Path, default=RESULTS / "edits")
     chosen = parser.parse_args()
     chosen.act(chosen)

@@ -280,7 +280,7 @@ def test_importance_is_unknown_where_question_has_no_position_other_frequencies_
         rope_parameters={**longrope, "original_max_position_embeddings": 40},
         original_max_position_embeddings=40,
     )
-    own_attention = zoo_model("gptj")
+    own_attention = zoo_model("falcon")
     for model in (short, scaled, own_attention):
         (chunk,) = capture_chunks(model, keys_of(31), QUESTION)
         assert chunk.importance is None

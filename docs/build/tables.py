@@ -471,7 +471,6 @@ def _edits(document: dict[str, Any]) -> list[str]:
     """The error of moving alone by edit, what of it is left, and how much sooner the first token is."""
     edits = list(dict.fromkeys(row["edit"] for row in document["rows"]))
     lines = _head("model", ("", *edits))
-    said = []
     for model in dict.fromkeys(row["model"] for row in document["rows"]):
         rows = {(row["edit"], row["way"]): row for row in document["rows"] if row["model"] == model}
         moved = [f"{rows[edit, 'moved']['kl']:.4f}" for edit in edits]
@@ -483,9 +482,13 @@ def _edits(document: dict[str, Any]) -> list[str]:
         lines.append("||5 %|" + "|".join(f"{share:.2f}, {speed:.1f}x" for share, _, _, speed in few) + "|")
         cells = [f"{share:.2f} [{low:.2f}, {high:.2f}], {speed:.1f}x" for share, low, high, speed in more]
         lines.append(f"||15 %|{'|'.join(cells)}|")
-        counts = [f"{rows['secret', way]['says']} {way}" for way in ("moved", "blended .15", "not dropped")]
-        said.append(f"{model} {', '.join(counts)}")
-    return [*lines, "", f"How often a code word was said: {'; '.join(said)}."]
+    leaks: dict[str, list[Row]] = {}
+    for row in document["leaks"]:
+        leaks.setdefault(row["model"], []).append(row)
+    for model, rows in leaks.items():
+        counts = ", ".join(f"{row['way']} {row['says']}" for row in rows)
+        lines += ["", f"How often a dropped code word was said when asked for, {model}, n = {rows[0]['n']}: {counts}."]
+    return lines
 
 
 TABLES = {
