@@ -24,7 +24,7 @@ __all__ = ["check", "gc", "ls", "rm", "stats"]
 
 Namespace = Annotated[str, typer.Option(help="Look at the chunks of this namespace.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="Show the newest N only.")]
-Repair = Annotated[bool, typer.Option("--repair", help="Remove what can never become good.")]
+Repair = Annotated[bool, typer.Option("--repair", help="Remove damaged entries.")]
 ToBytes = Annotated[int | None, typer.Option(min=0, help="Evict until this is left, in all namespaces.")]
 Digests = Annotated[list[str] | None, typer.Argument(metavar="DIGEST", help="Digests, or how they begin.")]
 Model = Annotated[str | None, typer.Option(help="All chunks of the models whose fingerprint begins so.")]

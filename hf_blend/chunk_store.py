@@ -52,7 +52,7 @@ class ChunkStore(Store):
                 `$HF_BLEND_HOME`, else the assets folder of the Hugging Face cache.
             memory_bytes: cap of the memory tier; None is a quarter of what is available. From a full tier what was
                 used least recently leaves.
-            disk_bytes: cap of the directory, all namespaces together; None is what it holds now and half of what is
+            disk_bytes: cap of the directory, all namespaces together; None is what it holds now plus half of what is
                 free.
             remote: URL of a tier behind the disk, shared with other machines; `put` waits for it, and what fails there
                 is a miss.

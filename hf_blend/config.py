@@ -53,14 +53,14 @@ class BlendConfig:
     Attributes:
         recompute_ratio: share of the reusable tokens that is recomputed, 0–1. Half of the default is about twice as
             fast and leaves more of the error, see docs/choosing.md.
-        selector: name of what chooses them, see docs/rules.md, or a path to a file with a selector.
+        selector: the rule that chooses them: a name, see docs/rules.md, or a path to a file with a selector.
         selector_options: its options, by name.
         check_layer: layer at which tokens are chosen, from 1; before it, all are computed. Selectors that compare
             nothing, as the default, choose before layer 0.
-        chunk_prefix_ids: tokens before each chunk while it is computed; None is `ChunkStore.default_prefix`, or, where
-            no tokenizer is known, as chunks are stored, see docs/choosing.md.
-        edits: what is behind the first token that a prompt has otherwise than the cache: "compute" it, or "blend" what
-            both have, moved, see docs/chat.md.
+        chunk_prefix_ids: tokens before each chunk while it is computed; None is `ChunkStore.default_prefix`, and
+            without a tokenizer what stored chunks have, see docs/choosing.md.
+        edits: what happens behind the first token in which prompt and cache differ: "compute" all, or "blend": move
+            and reuse what both have, see docs/chat.md.
         chains: store what `heal` computes, and load it as exact in later prompts that begin with the same tokens, see
             docs/healing.md.
         kv_bits: 8 or 4 holds K and V in so many bits; None in the model's dtype.

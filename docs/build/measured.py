@@ -19,10 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 HEAD = """# Measurements
 
-Each section begins with what was found; its file has settings, versions and more rows. First come answers of real
-models, then time and bytes. Where no model is named it is SmolLM2-135M in float32, mostly with random weights, on one
-or two threads; times are medians. Trust ratios more than milliseconds. No GPU was measured. What did not help is in
-[benchmarks/LOG.md](../benchmarks/LOG.md).
+Each section begins with what was found; its file has settings, versions and more rows. If no model is named, it is
+SmolLM2-135M in float32, mostly with random weights, on one or two threads. Times are medians. Trust ratios more than
+milliseconds. No GPU was measured. What did not help is in [benchmarks/LOG.md](../benchmarks/LOG.md).
 
 ## How near is a blend to full prefill?
 
@@ -31,62 +30,62 @@ or two threads; times are medians. Trust ratios more than milliseconds. No GPU w
 
 Prompts have chunks of some 540 tokens behind the model's chat template.
 
-* *Error*: the mean KL divergence from full prefill over its own answer of at most 20 tokens, as a share of what full
-  reuse has: 0 is full prefill, 1 is full reuse; with 95 % intervals.
+* *Error*: the mean KL divergence from full prefill over its own answer of at most 20 tokens, as a share of full
+  reuse's: 0 is full prefill, 1 is full reuse; with 95 % intervals.
 * *Geometric*: the geometric mean of each prompt's share.
 * *Worse*: on how many prompts the error is larger than that of full reuse.
 * *Right, kept*: how many answers are right, and how many of full prefill's right ones still are. On 2WikiMultihop the
   1.5B answers more right by full reuse than by full prefill: a blend is near full prefill, right or wrong.
 
-Weights of the 1.5B are bfloat16, those of others float32; times are CPU seconds of one thread. Ten other prompts of
-MuSiQue chose the rule.
+Weights of the 1.5B are bfloat16, those of others float32; times are CPU seconds of one thread. The rule was chosen
+by ten other prompts of MuSiQue.
 [regime.json](../benchmarks/results/regime.json)
 
 ## With short passages
 
-**On SmolLM2 the default rule leaves as little as `expected-error`, the default before, which pays for a look; on
-Gemma 3 it leaves less. It was not run on Qwen2.5. There, on the 1.5B, few rules can be told apart with six passages,
-and on MuSiQue full reuse is nearly as good.**
+**On SmolLM2 the default rule, `stored-importance`, has as small an error as `expected-error`, which computes more.
+On Gemma 3 its error is smaller. It was not run on Qwen2.5. On the 1.5B most rules are not measurably better than
+tokens at random, and on MuSiQue full reuse is nearly as good as `expected-error`.**
 
 <!--table:robust-->
 <!--end-->
 
-The error is that over the first ten tokens of full prefill's answer, at a cost of 15 %; here 1 is reuse of chunks
-computed alone, behind BOS. A star: the rule beats tokens at random. In the first line `expected-error` does not: a few
-prompts on which the model wavers between two answers hold most of the mean. The last columns are of full reuse and of
-`expected-error`: how many times as fast the first token comes, and how often the answer is full prefill's.
+The error covers the first ten tokens of full prefill's answer, at a cost of 15 %; here 1 is reuse of chunks computed
+alone, behind BOS. A star: the rule beats tokens at random. In the first line `expected-error` does not: most of its
+mean comes from a few prompts on which the model wavers between two answers. *First token* and *same answer* are of
+full reuse and of `expected-error`: how many times as fast it comes, and how often the answer is full prefill's.
 
 Prompts have six passages, of which one holds the answer. Weights are float32, those of the 1.5B bfloat16. Prompts,
 rules and costs were fixed before the run. Not measured: larger models, other languages, code.
 [robust.json](../benchmarks/results/robust.json) also has costs of 5 and 10 %.
 
-By the number of passages, the errors of full reuse, of tokens at random and of `expected-error`:
+Errors of full reuse, of tokens at random and of `expected-error`, by the number of passages:
 
 <!--table:passages-->
 <!--end-->
 
 ## Do the answers come back?
 
-**On the larger model full reuse brings most back, because chunks are computed behind a short text; recomputing
-10 % brings no more that can be told. About one answer in seven stays lost.**
+**On the larger model full reuse keeps most answers, because chunks are computed behind a short text. Recomputing 10 %
+adds nothing measurable: about one answer in seven stays lost.**
 
 <!--table:real_answers-->
 <!--end-->
 
-The prompt has a passage about each of six persons; in which year was one of them born? Right answers, with 95 %
-intervals over persons; chance is 0.18. Not measured: free answers.
+The prompt has a passage about each of six persons, and asks in which year one of them was born. The table has the
+share of right answers, with 95 % intervals; guessing gives 0.18. Not measured: free answers.
 [real_answers.json](../benchmarks/results/real_answers.json)
 
 ## Do scores hold?
 
-**On 2WikiMQA the rules cannot be told from full prefill, and full reuse is worse. On SAMSum the scores speak against
-blending: full reuse scores more than full prefill, and both rules less.**
+**On 2WikiMQA the rules score like full prefill, within the intervals, and full reuse scores less. On SAMSum the scores
+speak against blending: full reuse scores more than full prefill, and both rules less.**
 
 <!--table:scored-->
 <!--end-->
 
-SmolLM2-135M, chunks behind BOS alone: error, then score (F1, ROUGE-L) with the interval of its difference to full
-prefill's. So small a model summarises badly, and n = 20 is few.
+SmolLM2-135M, chunks behind BOS alone. Each task has the error, then the score (F1 or ROUGE-L) with the interval of its
+difference from full prefill's. So small a model summarises badly, and n = 20 is few.
 [real_selectors.json](../benchmarks/results/real_selectors.json) also has other rules.
 """
 
@@ -199,8 +198,8 @@ WAYS = {  # of docs/holding_less.md: in the result file, and on the page
 def _less(document: Document) -> str:
     few, quarter, loaded = (_first(document, way=way) for way in ("kv_bits 4", "gsa 0.25", "partial 0.25"))
     return (
-        f"Next-token distributions are {few['kl']:.4f} nats off in 4 bits, {quarter['kl']:.3f} where a step looks "
-        f"at a quarter of the blocks, {loaded['kl']:.3f} where {_share(loaded['share'])} of the bytes are loaded. The "
+        f"4 bits change next-token distributions by {few['kl']:.4f} nats, a quarter of the blocks in each step by "
+        f"{quarter['kl']:.3f}, loading {_share(loaded['share'])} of the bytes by {loaded['kl']:.3f}. The "
         "blend itself is "
         f"{_first(document, way='blend')['kl_full']:.3f} off full prefill."
     )
@@ -212,8 +211,8 @@ def _beyond(document: Document) -> str:
         for way in ("ShiftCache", "the newer half prefilled again", EXTEND)
     )
     return (
-        f"`ShiftCache` costs {shifted} of perplexity and computes nothing again; prefilling the newer half again "
-        f"costs {cut}, and Self-Extend, which keeps all of K and V, {extended}."
+        f"`ShiftCache` raises perplexity by {shifted} and computes nothing again. Prefilling the newer half again "
+        f"raises it by {cut}; Self-Extend, which keeps all of K and V, by {extended}."
     )
 
 
@@ -282,7 +281,6 @@ SECTIONS = (
             "`boundary` at 15 %."
         ),
         lambda found: f"`benchmarks/bench.py break-even`{_of_shape(found['machine'])}.",
-        "Thin models pay later.",
     ),
     Section(
         "Decoding",
@@ -293,7 +291,6 @@ SECTIONS = (
             "`StaticCache`."
         ),
         lambda found: f"`benchmarks/bench.py decode`{_of_shape(found)}.",
-        "A GPU grows a `DynamicCache` at less cost, and gains less.",
     ),
     Section(
         "Less of K and V, on a real model",

@@ -159,7 +159,7 @@ class BlendCache(GuardedCache):
         question: Any,
         separator: str = SEPARATOR,
     ) -> BatchEncoding:
-        """Build the prompt of the next `generate` from its pieces. Chunks that the store lacks are computed then.
+        """Build the prompt of the next `generate` from chunks and a question. Missing chunks are computed then.
 
         The ids are joined, never the texts. For a tokenizer with a chat template `inputs_from_messages` is meant: the
         model was trained on such prompts, and one warning says so.
@@ -348,7 +348,7 @@ class BlendCache(GuardedCache):
         self.state.is_recording, self.state.healing = True, None
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens, whose number is negative; more than are cached empties the cache.
+        """`crop(-n)` forgets the last n tokens; if n is more than are cached, it empties the cache.
 
         Raises ConfigError, and changes no layer, where a window or a state has forgotten the tokens that would be its
         last.

@@ -75,15 +75,15 @@ class BlendReport:
     """Tokens, charged budget and time of one prefill.
 
     Attributes:
-        nominal_ratio: share of the reusable tokens that was asked for.
+        nominal_ratio: the `recompute_ratio` of the request: a share of the reusable tokens.
         prompt_tokens: tokens of the prompt without padding, all rows of a batch.
-        reusable_tokens: those with stored KV that is not exact, from which some are selected to be recomputed.
+        reusable_tokens: those with stored KV that is not exact; some of them are recomputed.
         exact_tokens: those with stored KV that is a full prefill's.
         moved_tokens: of the reusable ones, those that were moved within the cache, behind an edit.
         healed_tokens: those that `BlendCache.heal` made exact since.
         computed_chunks: missing chunks that were computed and stored.
         loaded_chunks: chunks from the store.
-        refused_chunks: chunks whose stored KV was not that of their tokens; these are computed.
+        refused_chunks: chunks whose stored KV failed a check; these are computed.
         realign_ms: host time for moving stored KV.
         select_ms: host time for scoring and selecting.
         compute_ms: host time for computing missing chunks.

@@ -358,7 +358,7 @@ class Store:
                 yield EntryInfo(digest, key.fingerprint, len(key.token_ids), nbytes, "+".join(levels), created)
 
     def check(self, *, repair: bool = False) -> Iterator[EntryCheck]:
-        """Read and verify every entry of this namespace; with `repair` what can never become good is removed."""
+        """Read and verify every entry of this namespace; with `repair` damaged ones are removed."""
         for tier in self.tiers:
             try:
                 names = sorted(tier.names(f"{self._space}/"))
