@@ -33,7 +33,6 @@ def test_gpu_benchmark_runs_on_cpu(tmp_path):
 SMALL = {
     "break-even": "--shape tiny --tokens 32 --rounds 1",
     "decode": "--shape tiny --contexts 64 --tokens 2 --rounds 1",
-    "large-store": "--entries 300 --rounds 1 --finds 2",
     "hybrids": "--shapes tiny-hybrid --chunks 2 --chunk-tokens 24 --rounds 1",
     "overhead": "--shape tiny --tokens 64 --chunks 2 --rounds 1",
     "offload": "--shape tiny --contexts 64 --tokens 2 --rounds 1",

@@ -47,7 +47,6 @@ LEGEND = list(dict.fromkeys(meaning for _, meaning in REASONS))
 # tables named otherwise than their result file
 SOURCES = {
     "support": "families",
-    "scored": "real_selectors",
     "front": "regime",
     "bars": "regime",
     "passages": "robust",
@@ -137,25 +136,6 @@ def _kl(row: dict[str, Any]) -> str:
 def _of(name: str) -> str:
     """What a selector is called in a table."""
     return "full reuse" if name == "none" else f"`{name}`"
-
-
-def _scored(document: dict[str, Any]) -> list[str]:
-    """What is left of the KL divergence, and what answers score, on tasks that have a score."""
-    rows = {
-        (row["task"], row["selector"]): row for row in document["rows"] if row["half"] == "both" and "score" in row
-    }
-    tasks = list(dict.fromkeys((task, row["n"]) for (task, name), row in rows.items() if name == "none"))
-    full = " | ".join(f"0 | {rows[task, 'none']['full_score']:.2f}" for task, _ in tasks)
-    lines = _head("selector | cost", (f"{task}, n = {n} | its score" for task, n in tasks))
-    lines.append(f"| full prefill | 100 % | {full} |")
-    for name in ("boundary", "kv-deviation", "random", "none"):
-        own = [rows[task, name] for task, _ in tasks]
-        cells = " | ".join(
-            f"{_kl(row)} | {row['score']:.2f} ({row['score_difference'][0]:+.2f} to {row['score_difference'][1]:+.2f})"
-            for row in own
-        )
-        lines.append(f"| {_of(name)} | {100 * own[0]['charged']:.0f} % | {cells} |")
-    return lines
 
 
 def _answers(document: dict[str, Any]) -> list[str]:
@@ -491,9 +471,23 @@ def _edits(document: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _chain_trace(document: dict[str, Any]) -> list[str]:
+    """What chains and their order bring over a trace: all requests, then those with a new question."""
+    ways = {"blend": "blend", "chains": "chains", "order": "chains, ordered"}
+    lines = _head("requests", ("exact tokens", "error in nats: mean, median", "first token", "F1, full prefill's"))
+    for row in document["rows"]:
+        asked = f"{row['n']}" if row["requests"] == "all" else f"{row['n']} new"
+        errors = f"{row['kl']:.3f}, {row['kl_median']:.3f}"
+        scores = f"{row['f1']:.3f}, {row['full_f1']:.3f}"
+        cells = (f"{asked}, {ways[row['way']]}", f"{row['exact']:.0%}", errors, f"{row['speed']:.1f}x", scores)
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
 TABLES = {
     "healing": _healing,
     "edits": _edits,
+    "chain_trace": _chain_trace,
     "front": _front,
     "regime": _regime,
     "bars": _bars,
@@ -502,7 +496,6 @@ TABLES = {
     "rules": _rules,
     "families": _families,
     "real_answers": _answers,
-    "scored": _scored,
     "support": _support,
 }
 
