@@ -57,12 +57,7 @@ full reuse and of `expected-error`: how many times as fast it comes, and how oft
 
 Prompts have six passages, of which one holds the answer. Weights are float32, those of the 1.5B bfloat16. Prompts,
 rules and costs were fixed before the run. Not measured: larger models, other languages, code.
-[robust.json](../benchmarks/results/robust.json) also has costs of 5 and 10 %.
-
-Errors of full reuse, of tokens at random and of `expected-error`, by the number of passages:
-
-<!--table:passages-->
-<!--end-->
+[robust.json](../benchmarks/results/robust.json)
 
 ## Do the answers come back?
 

@@ -9,7 +9,6 @@ import json
 import math
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,6 @@ SOURCES = {
     "support": "families",
     "front": "regime",
     "bars": "regime",
-    "passages": "robust",
     "rules": "robust",
 }
 LOOKING = "expected-error"  # the default when `robust.py` and `real_answers.py` ran
@@ -86,7 +84,6 @@ ANSWERED = {  # rows of the table of answers: method of `real_answers.py`
     "full reuse": "none@text=0",
     "`boundary`": "boundary@text=0.1",
     "`ramp`": "ramp@text=0.1",
-    "`ramp`, 15 %": "ramp@text=0.15",
     "`expected-error`": "expected-error@text=0.1",
 }
 PLACE = re.compile(r"<!--table:(?P<name>\w+)-->\n.*?<!--end-->", re.DOTALL)
@@ -296,22 +293,6 @@ def _robust(document: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _passages(document: dict[str, Any]) -> list[str]:
-    """What is left by the number of passages, where more than one number was measured."""
-    numbers = sorted({row["chunks"] for row in document["rows"]})
-    by_number = {number: robust_rows(document, number) for number in numbers}
-    counted = Counter(key for rows in by_number.values() for key in rows)
-    lines = _head("model, prompts of", [f"{number} passages" for number in numbers])
-    for model, task in [key for key, count in counted.items() if count > 1]:
-        cells = []
-        for number in numbers:
-            rows = by_number[number].get((model, task))
-            own = [f"{rows[key]['kl']:.2f}" for key in (REUSE, RANDOM, MEASURED)] if rows else []
-            cells.append(f"{', '.join(own)} (n = {rows[REUSE]['n']})" if rows else "")
-        lines.append(f"| {MODELS[model]}, {TASKS[task]} | {' | '.join(cells)} |")
-    return lines
-
-
 def _kl_and_star(row: Row | None) -> str:
     """The error that is left, and a star where it is told to be less than that of tokens at random."""
     if not row:
@@ -492,7 +473,6 @@ TABLES = {
     "regime": _regime,
     "bars": _bars,
     "robust": _robust,
-    "passages": _passages,
     "rules": _rules,
     "families": _families,
     "real_answers": _answers,
