@@ -62,7 +62,7 @@ rules and costs were fixed before the run. Not measured: larger models, other la
 ## Do the answers come back?
 
 **On the larger model full reuse keeps most answers, because chunks are computed behind a short text. Recomputing 10 %
-adds nothing measurable: about one answer in seven stays lost.**
+adds nothing measurable. About one answer in seven stays lost.**
 
 <!--table:real_answers-->
 <!--end-->
