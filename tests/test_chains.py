@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hf_blend import BlendCache, ChunkStore
 from hf_blend.model.identity import fingerprint
+from hf_blend.prompt.pieces import Prompt, Span
 from hf_blend.store.chunk import CHAIN, ChunkKey
 from hf_blend.store.order import longest_chain
 from tests.asking import generated, memory
@@ -123,6 +124,19 @@ def asked_by_ids(model, store, ids):
     cache = BlendCache(model, store, **BLENDED)
     model(ids, past_key_values=cache, logits_to_keep=1)
     return cache
+
+
+def test_chain_ends_before_what_is_moved_into_its_text():
+    model = shared_tiny_model()
+    between = random_ids(50, 8)
+    chain = Prompt((*A, *between, *B, 9), (Span.whole(0, A), Span.whole(90, B)))
+    cache = BlendCache(model, memory(), edits="blend", **ONLY_STORED)
+    for prompt in (chain, Prompt((9, *between, 9)), chain):
+        cache.heal()
+        generated(model, cache.expect(None, [prompt]), cache)
+    full, _ = stock(model, chain.ids)
+    check_states(cache, full, cache.state.inexact_from)
+    assert cache.report.moved_tokens == 50
 
 
 def test_links_are_no_chunks_for_those_who_list_groups(chained):

@@ -474,6 +474,8 @@ class Planner:
         stop = 0
         for span in spans if row.is_first else ():
             start, stop = stop, span.start + span.tokens
+            if min(row.moved, default=stop) < stop:
+                break  # what is moved is between two chunks
             if not start and span.start == span.first == 0 and not span.key.chunk_prefix_ids:
                 chain.append(span)
                 continue
