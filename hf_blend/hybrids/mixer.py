@@ -275,7 +275,7 @@ def full_arguments(of_rows: Mapping[str, Any], of_all: Mapping[str, Any]) -> lis
     pairs = []
     for name, value in of_rows.items():
         other = of_all.get(name)
-        if value is other:
+        if value is other or value is None:  # other arguments are None, too
             continue
         pairs.append((value, other))
         if isinstance(value, tuple | list) and isinstance(other, Sequence):
