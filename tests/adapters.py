@@ -70,6 +70,14 @@ def written(model):
 
 
 @contextmanager
+def trained(model):
+    """Where it may drop out."""
+    model.train()
+    yield
+    model.eval()
+
+
+@contextmanager
 def through_data(model):
     """A weight written behind torch's back."""
     _weight_of(model).data.mul_(-1)

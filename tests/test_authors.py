@@ -29,6 +29,7 @@ from tests.adapters import (
     off,
     switched,
     through_data,
+    trained,
     unchanged,
     written,
 )
@@ -149,6 +150,7 @@ def session(change, tmp_path):
         (blend_with_prefix, switched),
         (blend_with_prefix, through_data),
         (blend_with_prefix, doubled),
+        (blend_with_prefix, trained),
         (blend_with_messages, unchanged),
         (blend_with_messages, off),
         (sequence, unchanged),
@@ -226,18 +228,6 @@ def test_batch_behind_batch_is_computed_again():
         assert torch.equal(generated(model, inputs, cache), generated(model, inputs))
     assert "computed again" in cache.report.notice
     assert cache.report.past_tokens == 0
-
-
-def test_prefix_that_is_not_what_is_cached_is_computed_from_where_it_differs():
-    model = tiny_model("llama")
-    cache = BlendCache(model, memory(), recompute_ratio=1.0)
-    output = generated(model, cache.inputs(None, **PIECES), cache)
-    other = output.clone()
-    other[0, 20] = 99
-    for history, held in ((output[:, :40], 40), (other, 20), (output, 20)):
-        inputs = cache.inputs(None, chunks=[], question=[5, 6], prefix=history[0])
-        assert torch.equal(generated(model, inputs, cache), generated(model, inputs))
-        assert cache.report.past_tokens == held
 
 
 def keep_output(*_):

@@ -519,7 +519,7 @@ class Author(NamedTuple):
     """A model at one moment: all that its K and V depend on in this process."""
 
     fingerprint: str  # weights, adapter, dtype, structure and code; see `fingerprint`
-    attention: str  # name of the attention implementation, which a fingerprint leaves out
+    attention: str  # name of the attention implementation, which a fingerprint leaves out, and the mode
     dtype: str
     autocast: str  # the dtype of `torch.autocast` where it was on; else empty
 
@@ -559,6 +559,8 @@ def author_of(model: nn.Module, asks_device: bool = True) -> Author:
     is_cast = device in DEVICE_TYPES and torch.is_autocast_enabled(device)
     autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.") if is_cast else ""
     attention = getattr(text_config(model), "_attn_implementation", None) or ""
+    if model.training:  # it may drop out
+        attention += " in training mode"
     return Author(identity_of(model, asks_device=asks_device), attention, dtype, autocast)
 
 
