@@ -74,8 +74,9 @@ class BlendCache(GuardedCache):
 
     Build a later prompt with `inputs`, `inputs_from_messages` or `inputs_from_text`: they keep the tokens that it
     shares with the cached ones. `generate` refuses a later prompt that was not built so. Under another adapter, other
-    weights, another dtype or attention all tokens are computed again, and `report.notice` says so; for steps of one
-    token the model is not compared.
+    weights, another dtype, attention or mode of training all tokens are computed again, and `report.notice` says so;
+    for steps of one token the model is not compared. They are, too, where a prompt's length has other rotary
+    frequencies (longrope, dynamic) than the cached tokens.
     """
 
     def __new__(cls, model: nn.Module, *_: Any, **__: Any) -> "BlendCache":
@@ -503,7 +504,7 @@ class BlendCache(GuardedCache):
         twin = BlendCache(self.model, self.store, self.config)
         twin.state.kv = copy.deepcopy(self.state.kv, memo)
         twin.layers = twin.state.kv.all
-        for name in ("report", "tokens"):
+        for name in ("report", "tokens", "regimes"):
             setattr(twin.state, name, copy.deepcopy(getattr(self.state, name), memo))
         flags = ("inexact_from", "is_recording", "is_inference")
         for name in ("pending", "author", *flags, "chunk_prefix_ids", "question_ids"):
@@ -538,7 +539,8 @@ class BlendCache(GuardedCache):
         shared = 0
         has_images = any(not state.info.placeholders.isdisjoint(prompt.ids) for prompt in prompts)
         is_single = len(prompts) == state.kv.batch_size == 1 and not state.tokens.is_padded()
-        if is_single and not has_images and not state.info.ignores_states:
+        is_kept = is_single and not has_images and not state.info.ignores_states
+        if is_kept and state.has_one_regime(len(prompts[0].ids)):
             shared = shared_tokens(prompts[0].ids[:-1], *state.tokens.rows())
 
         # Keep them, and copy what is moved of those behind them

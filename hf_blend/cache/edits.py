@@ -21,7 +21,6 @@ from ..errors import PromptError, UnsupportedModelError
 from ..model.capture import layout_of
 from ..prefill.request import NO_EDIT, Edit
 from ..prompt.pieces import Prompt, shared_tokens
-from ..rotary.base import frequency_regime
 from ..store.chunk import ChunkKey, ChunkKV
 from .layers import BlendLayer
 from .quantised_layer import QuantisedLayer
@@ -83,7 +82,7 @@ def _why_computed(state: BlendState, prompts: Sequence[Prompt]) -> str:
     if state.tokens.is_extended or state.store.loads_in_part:
         return "the cache has seen self_extend, or its store loads chunks in part."
     lengths = (1, state.kv.length, len(prompts[0].ids))
-    if len({frequency_regime(state.info.config, length) for length in lengths}) > 1:
+    if not state.has_one_regime(*lengths):
         return f"rotary frequencies differ between prompts of {lengths[1]} and {lengths[2]} tokens."
     return ""
 

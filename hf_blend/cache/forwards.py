@@ -37,6 +37,7 @@ from ..prefill.report import (
     why_nothing_found,
 )
 from ..prefill.request import PendingPrompt, Request
+from ..rotary.base import frequency_regime
 from ..selectors.base import Receive
 from .chains import link_ends
 from .guards import GuardedCache, check_length, refuse
@@ -96,6 +97,7 @@ class CacheForwards:
         # Plan it
         request = Request.parse(arguments, state.model, past, state.pending)
         state.info.refuse_tokens(request.width, past)
+        state.regimes.add(frequency_regime(state.info.config, past + request.width))
         if request.rows and not request.fallback_reason:
             self._begin_blended(cache, request, began_s)
         else:

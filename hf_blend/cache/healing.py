@@ -20,7 +20,6 @@ from transformers.cache_utils import Cache
 from ..errors import ConfigError
 from ..model.anatomy import cache_argument, cache_class_for, canonical, decoder_of, input_device, refuse_extended
 from ..model.identity import author_of, refuse_autocast, refuse_other_author
-from ..rotary.base import frequency_regime
 from ..store.memory import available_bytes
 from .chains import store_links
 from .layers import BlendLayer
@@ -146,11 +145,11 @@ def _refuse(state: BlendState) -> None:
             f"heal() was asked of a cache whose {length} columns hold padding, or may, but tokens without gaps are "
             "expected. Pass prompts of equal length, or each prompt in a cache of its own."
         )
-    if frequency_regime(info.config, 1) != frequency_regime(info.config, length):
+    if not state.has_one_regime(1, length):
         raise ConfigError(
-            f"heal() was asked of a cache of {length} tokens, a length at which {info.config.model_type} has other "
-            "rotary frequencies than in a block (longrope, dynamic), but those of the whole are expected. Heal only "
-            "what is within the trained length."
+            f"heal() was asked of a cache of {length} tokens, and at this length, or at one that it had, "
+            f"{info.config.model_type} has other rotary frequencies than in a block (longrope, dynamic), but those of "
+            "the whole are expected. Heal only what was never longer than the trained length."
         )
     if state.kv.are_partial:
         raise ConfigError(

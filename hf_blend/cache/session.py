@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ..errors import ConfigError, StoreError
 from ..model.anatomy import cache_argument, input_device, refuse_extended, text_config
 from ..model.identity import Author, author_of
+from ..rotary.base import frequency_regime
 from ..store.chunk import has_usable_values
 from ..store.entry import EntryFile, pack_entry
 from ..store.tiers.base import EntryFault, as_fault
@@ -41,7 +42,9 @@ def save_cache(cache: BlendState, path: str | Path) -> int:
     """See `BlendCache.save`."""
     tokens = cache.kv.length
     _refuse_unsaved(cache, tokens)
-    known = cache.tokens.rows(cache.info.placeholders)[0] if tokens else []
+    known = []
+    if tokens and cache.has_one_regime(tokens):  # as it is taken for when it is loaded
+        known = cache.tokens.rows(cache.info.placeholders)[0]
     exact = tokens - cache.inexact_tokens()
     state = {"ids": torch.tensor(known, dtype=torch.long), "counts": torch.tensor([tokens, exact])}
     for index, layer in enumerate(cache.kv.all if tokens else ()):
@@ -74,6 +77,7 @@ def load_cache(empty: Any, cache: BlendState, path: str | Path) -> None:
         ids = state["ids"][None]
         cache.tokens = CachedTokens.of(ids, tokens)
         cache.author = author
+        cache.regimes = {frequency_regime(cache.info.config, tokens)}
         cache.report = report
         if exact < tokens:
             cache.mark_inexact(exact)

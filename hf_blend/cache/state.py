@@ -37,6 +37,7 @@ from ..model.identity import Author
 from ..prefill.report import BlendReport
 from ..prefill.request import PendingPrompt, Request
 from ..prompt.pieces import UNKNOWN
+from ..rotary.base import frequency_regime
 from ..selectors.base import Selector
 from ..store import ChunkStore
 from .indexed_layer import IndexedLayer, QuantisedIndexedLayer
@@ -327,6 +328,7 @@ class BlendState:
         tokens: what is known of the tokens that are cached.
         pending: the prompts that the next forwards are expected to bring.
         author: the model as it was when it computed K and V; None: nothing is computed.
+        regimes: the sets of rotary frequencies of the forwards that computed K and V, see `frequency_regime`.
         inexact_from: the first column whose K and V are not those of a full prefill; None: all are.
         healing: the second cache of `heal`, while it is not done.
         link_ends: where links of a chain may be cut out of the prompt, see `chains`.
@@ -352,6 +354,7 @@ class BlendState:
     tokens: CachedTokens = field(default_factory=CachedTokens)
     pending: PendingPrompt = field(default_factory=PendingPrompt)
     author: Author | None = None
+    regimes: set[tuple[int, ...]] = field(default_factory=set)
     inexact_from: int | None = None
     healing: Any = None
     link_ends: tuple[int, ...] = ()
@@ -361,6 +364,10 @@ class BlendState:
     is_cut: bool = False
     check_ms: float = 0.0
     loader: Any = None
+
+    def has_one_regime(self, *lengths: int) -> bool:
+        """Whether one set of rotary frequencies is that of all K and V and of prompts of these lengths."""
+        return len(self.regimes.union(frequency_regime(self.info.config, length) for length in lengths)) == 1
 
     def mark_inexact(self, column: int) -> None:
         """A prompt is blended: its first token without exact K and V is at `column`."""
@@ -376,6 +383,8 @@ class BlendState:
         self.link_ends = tuple(end for end in self.link_ends if end <= length)
         if self.inexact_from is not None and length <= self.inexact_from:
             self.inexact_from = None
+        if not length:
+            self.regimes = set()
         is_ahead = self.healing is not None and self.healing.reached > length
         if self.inexact_from is None or is_ahead:
             self.healing = None
