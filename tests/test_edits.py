@@ -260,8 +260,9 @@ def test_prompt_that_begins_with_what_is_moved_is_not_exact():
     assert 33 < cache.report.moved_tokens < len(ids)
 
 
-def test_half_precision_is_moved(tiny_model):
-    model = tiny_model().bfloat16()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_precisions_are_moved(tiny_model, dtype):
+    model = tiny_model().to(dtype)
     _, computed = edited(model, "exchanged", edits="compute")
     for settings, allowed in ((ALL, 0.02), (NOTHING, 0.5)):
         cache, got = edited(model, "exchanged", **settings)

@@ -174,7 +174,7 @@ class Realigner:
         for which, states in enumerate(computed, 0 if len(computed) > 1 else BESIDE):
             fresh = placed.read(states).float()
             stored = self._realigned(layer, placed, which, device)
-            error = torch.linalg.vector_norm(fresh - stored, dim=(0, 2), dtype=torch.float32)
+            error = torch.linalg.vector_norm((fresh - stored).float(), dim=(0, 2))
             # Relative to the token, or to the mean of its chunk where that is larger
             size = torch.linalg.vector_norm(fresh, dim=(0, 2)).square_()
             mean = torch.zeros(count, device=device).index_add_(0, number, size) / lengths
