@@ -104,3 +104,4 @@ def test_flex_attention_is_exact(pieces, uncompiled, family, batch):
     cache, inputs = prepared(model, *requests, recompute_ratio=1.0)
     assert apart(prefill(model, inputs, cache), prefill(model, inputs)) <= 1e-5
     assert cache.report.reusable_tokens > 0
+    as_stock(model, inputs, prepared(model, *requests, recompute_ratio=1.0)[0], max_new_tokens=2)

@@ -218,18 +218,6 @@ def test_prefill_of_model_whose_values_changed_unseen_is_that_of_known_change(ch
     assert torch.equal(again, before)
 
 
-def test_batch_behind_batch_is_computed_again():
-    model = adapted()
-    pieces = {name: [ids, ids[:-1]] for name, ids in PIECES.items()}
-    cache = BlendCache(model, memory(), recompute_ratio=1.0)
-    output = generated(model, cache.inputs(None, **pieces), cache)
-    with switched(model):
-        inputs = cache.inputs(None, prefix=output.tolist(), chunks=[[], []], question=[[5, 6], [7]])
-        assert torch.equal(generated(model, inputs, cache), generated(model, inputs))
-    assert "computed again" in cache.report.notice
-    assert cache.report.past_tokens == 0
-
-
 def keep_output(*_):
     """A hook that changes nothing."""
 

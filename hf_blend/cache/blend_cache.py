@@ -474,8 +474,9 @@ class BlendCache(GuardedCache):
         if self.model.device.type != "cpu" or self.state.pending.prompts or not self.state.kv.length:
             return False
         config = self.state.info.config
-        if getattr(config, "attention_chunk_size", None) is not None:
-            return False  # transformers 5.17 fails to make masks of chunks
+        is_sdpa = getattr(config, "_attn_implementation", None) == "sdpa"
+        if not is_sdpa or getattr(config, "attention_chunk_size", None) is not None:
+            return False  # generate fails with masks of flex, and in transformers 5.17 with those of chunks
         heads = getattr(config, "num_attention_heads", None)
         return heads != getattr(config, "num_key_value_heads", heads)
 
