@@ -75,6 +75,7 @@ class SparseSession:
             return False
         self._past = past
         self._rows = tokens
+        self._cache.state.mark_inexact(past)
         for layer in self.layers.values():
             layer.blocks.begin()
         return True
