@@ -129,7 +129,8 @@ def asked_by_ids(model, store, ids):
 def test_chain_ends_before_what_is_moved_into_its_text():
     model = shared_tiny_model()
     between = random_ids(50, 8)
-    chain = Prompt((*A, *between, *B, 9), (Span.whole(0, A), Span.whole(90, B)))
+    spans = (Span.whole(0, A), Span.whole(90, B))
+    chain = Prompt((*A, *between, *B, 9), spans)
     cache = BlendCache(model, memory(), edits="blend", **ONLY_STORED)
     for prompt in (chain, Prompt((9, *between, 9)), chain):
         cache.heal()

@@ -294,7 +294,7 @@ def test_tokens_at_grouped_positions_are_refused():
         refused(cache, "inside self_extend", UnsupportedModelError)
         model(ids[:, -1:], past_key_values=cache)
     refused(cache, "have seen self_extend")
-    cache.reset()
+    cache.inputs(None, prefix=ids[0], chunks=[], question=[7])
     assert not cache.state.tokens.is_extended
 
 

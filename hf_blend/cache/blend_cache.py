@@ -28,7 +28,7 @@ from transformers.tokenization_utils_base import BatchEncoding
 from .. import plugins
 from ..config import BlendConfig
 from ..errors import ConfigError, PromptError
-from ..model.anatomy import bos_prefix, cache_class_for, decoder_layers, input_device
+from ..model.anatomy import bos_prefix, cache_class_for, decoder_layers, input_device, is_extended
 from ..model.capture import default_prefix
 from ..model.identity import author_of, refuse_wrapper, structure_of
 from ..model.question import question_ids
@@ -540,7 +540,8 @@ class BlendCache(GuardedCache):
         shared = 0
         has_images = any(not state.info.placeholders.isdisjoint(prompt.ids) for prompt in prompts)
         is_single = len(prompts) == state.kv.batch_size == 1 and not state.tokens.is_padded()
-        is_kept = is_single and not has_images and not state.info.ignores_states
+        is_other_way = state.tokens.is_extended and not is_extended(self.model)
+        is_kept = is_single and not has_images and not is_other_way and not state.info.ignores_states
         if is_kept and state.has_one_regime(len(prompts[0].ids)):
             shared = shared_tokens(prompts[0].ids[:-1], *state.tokens.rows())
 
