@@ -208,6 +208,14 @@ def test_next_prompt_of_messages_keeps_healed_answer():
     assert cache.get_seq_length() == ids.shape[1]
 
 
+def test_cache_of_two_modes_of_autograd_is_healed():
+    cache, inputs = prepared(tiny("llama"), random_pieces(), **REUSED)
+    cache.model(**inputs, past_key_values=cache, logits_to_keep=1)
+    with torch.no_grad():
+        cache.model(prompt(1), past_key_values=cache)
+    assert cache.heal() == 0
+
+
 def test_prompt_that_was_computed_is_exact():
     model = tiny("llama")
     cache = BlendCache(model, memory())

@@ -101,6 +101,7 @@ def tokens_left(state: BlendState) -> int:
 
 
 @torch.inference_mode(False)  # the second cache may be continued in any mode
+@torch.no_grad()  # views of another mode can be read
 def heal(state: BlendState, tokens: int | None) -> int:
     """Compute further tokens of a cache, all if `tokens` is None; returns how many are left, see `tokens_left`.
 
