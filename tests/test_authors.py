@@ -238,11 +238,12 @@ def test_hooks_and_modes_of_others_are_refused_by_name():
     handle.remove()
 
 
-def test_what_was_computed_under_autocast_is_not_saved(tmp_path):
+@pytest.mark.parametrize("state", [trained, lambda _: torch.autocast("cpu", dtype=torch.bfloat16)])
+def test_what_was_computed_in_state_without_fingerprint_is_not_saved(tmp_path, state):
     cache = SequenceCache(tiny_model("llama"))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with state(cache.model):
         fed(cache, prompt(20))
-    with pytest.raises(ConfigError, match=r"computed under torch\.autocast"):
+    with pytest.raises(ConfigError, match=r"under torch\.autocast or in training mode"):
         save_session(cache, tmp_path / "chat")
     assert not (tmp_path / "chat").exists()
 

@@ -208,10 +208,12 @@ REFUSED = TABLE["refused: caches, options, turns, and the words of the refusal; 
 SKIPPED = {("convolution", "early exit"): "stock fails, and leaves the model's config with a layer less"}
 if IS_OLDEST:
     del KINDS["indexer"]  # its keys are turned in a way that is refused
-    SKIPPED["windows", "early exit"] = SKIPPED["convolution", "early exit"]
-    SKIPPED["linear attention", "packed"] = "transformers 5.17 computes them as one prompt"
-    for unlike in product(KINDS, ("prefill_chunk_size", "longer mask")):
-        SKIPPED[unlike] = "generate of transformers 5.17 gives a prompt in parts, and masks, otherwise"
+    unlike = {
+        ("windows", "early exit"),
+        ("linear attention", "packed"),
+        *product(KINDS, ("prefill_chunk_size", "longer mask")),
+    }
+    SKIPPED |= dict.fromkeys(unlike, "transformers 5.17 does this otherwise: parts, masks, packing, early exits")
 ENDED = {"inputs_embeds", "ids beside inputs_embeds"}  # nobody knows the ids that a sequence holds: no oracle
 
 

@@ -71,6 +71,14 @@ def test_ids_end_before_token_out_of_order(model):
     positions[0, 12:] += 5
     model(ids, position_ids=positions, past_key_values=cache, logits_to_keep=1)
     assert cache.state.tokens.rows() == [ids[0, :12].tolist()]
+    cache.crop(-8)
+    model(
+        ids[:, 12:],
+        attention_mask=(torch.arange(20) != 4)[None].long(),  # hides a token that is cached
+        position_ids=torch.arange(12, 20)[None],
+        past_key_values=cache,
+    )
+    assert cache.state.tokens.rows() == [ids[0, :12].tolist()]
     embeddings = model.get_input_embeddings()(ids)
     cache.reset()
     model(inputs_embeds=embeddings, past_key_values=cache)

@@ -58,7 +58,7 @@ def save_cache(cache: BlendState, path: str | Path) -> int:
 
 def load_cache(empty: Any, cache: BlendState, path: str | Path) -> None:
     """Load a file into an empty `BlendCache`, whose state is given; see `BlendCache.load`."""
-    author = author_of(cache.model)._replace(autocast="")
+    author = author_of(cache.model)._replace(autocast="", is_training=False)
     state = read_session(path, KIND, identity(cache.model, author, kv_bits=cache.config.kv_bits))
     with refusing(path):
         tokens, exact = _counts(state)

@@ -194,6 +194,8 @@ class CachedTokens:
             axes = positions.reshape(-1, *positions.shape[-2:])
             is_one = (axes == axes[:1]).all(dim=0)
             new[POSITIONS] = torch.where(is_one, axes[0], UNKNOWN)
+        if isinstance(mask, Tensor) and mask.dim() == 2:  # tokens that do not see all before them
+            new[POSITIONS].masked_fill_(mask.cumsum(dim=1)[:, -width:] <= new[POSITIONS], UNKNOWN)
 
         # Behind those that are known
         self.crop(past)

@@ -344,7 +344,7 @@ class SequenceCache(GuardedCache):
         self._begin()
         self.layers = layers
         self.active = int(state["active"])
-        self.author = author_of(self.model)._replace(autocast="")
+        self.author = author_of(self.model)._replace(autocast="", is_training=False)
         self._table.insert(state["ids"], state["origins"])
         for number, (cells, positions) in sequences_of(state).items():
             self._table.set_row(number, cells.clone(), positions.clone())

@@ -47,7 +47,7 @@ def load_session(cache: SequenceCache, path: str | Path) -> None:
     Raises:
         StoreError: the file is no session of this model, or not what was saved.
     """
-    author = author_of(cache.model)._replace(autocast="")
+    author = author_of(cache.model)._replace(autocast="", is_training=False)
     state = read_session(path, KIND, identity(cache.model, author))
     with refusing(path):
         cache.check_state(state)

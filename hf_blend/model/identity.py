@@ -519,9 +519,10 @@ class Author(NamedTuple):
     """A model at one moment: all that its K and V depend on in this process."""
 
     fingerprint: str  # weights, adapter, dtype, structure and code; see `fingerprint`
-    attention: str  # name of the attention implementation, which a fingerprint leaves out, and the mode
+    attention: str  # name of the attention implementation, which a fingerprint leaves out
     dtype: str
     autocast: str  # the dtype of `torch.autocast` where it was on; else empty
+    is_training: bool  # it may drop out
 
     @property
     def form(self) -> tuple[str, str]:
@@ -532,18 +533,19 @@ class Author(NamedTuple):
         """The fingerprint, under which its K and V may be saved.
 
         Raises:
-            ConfigError: they were computed under autocast, which no fingerprint names.
+            ConfigError: they were computed under autocast or in training mode, which no fingerprint names.
         """
-        if self.autocast:
+        if self.autocast or self.is_training:
             raise ConfigError(
-                f"the K and V of this cache were computed under torch.autocast ({self.autocast}), but what is saved "
-                "is expected to be what the model computes by itself. Prefill outside the autocast block."
+                "the K and V of this cache were computed under torch.autocast or in training mode "
+                f"({self.autocast or 'training'}), but what is saved is expected to be what the model computes by "
+                "itself. Prefill outside the autocast block, behind model.eval()."
             )
         return self.fingerprint
 
     def difference(self, other: "Author") -> str:
         """In words, how this author differs from another one."""
-        names = ("dtype", "attention", "autocast")
+        names = ("dtype", "attention", "autocast", "is_training")
         pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
         words = [f"the {name} {mine!r} instead of {others!r}" for name, mine, others in pairs if mine != others]
         return ", ".join(words) or "another adapter, other weights or other code"
@@ -559,9 +561,7 @@ def author_of(model: nn.Module, asks_device: bool = True) -> Author:
     is_cast = device in DEVICE_TYPES and torch.is_autocast_enabled(device)
     autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.") if is_cast else ""
     attention = getattr(text_config(model), "_attn_implementation", None) or ""
-    if model.training:  # it may drop out
-        attention += " in training mode"
-    return Author(identity_of(model, asks_device=asks_device), attention, dtype, autocast)
+    return Author(identity_of(model, asks_device=asks_device), attention, dtype, autocast, model.training)
 
 
 def refuse_other_author(author: Author | None, now: Author, tokens: int, do: str) -> None:
