@@ -27,7 +27,7 @@ import bm25s
 import parted_models
 import torch
 from edits import divergence
-from real_selectors import RESULTS, Bench, _commit
+from real_selectors import RESULTS, Bench, _commit, read_rows, rows_so_far
 from robust import passages
 
 from hf_blend import BlendCache, ChunkStore
@@ -44,8 +44,7 @@ Row = dict[str, Any]
 
 def requests(folder: Path) -> list[Row]:
     """The rows of the trace, in its order: a question, its answers, the documents that BM25 gives, the best first."""
-    lines = (folder / "hotpotqa_natural.jsonl").read_text("utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
+    rows = read_rows(folder / "hotpotqa_natural.jsonl")
     draw = random.Random(SEED)
     draw.shuffle(rows)
     asked = [row for row in rows if len(row["chunks"]) > 1][:QUESTIONS]
@@ -78,10 +77,10 @@ def measured(bench: Bench, row: Row, way: str, store: ChunkStore, compare: bool)
         answer, logs, full_ms = bench.full(ids, ANSWER_TOKENS)
         compared = slice(0, COMPARED)
         found["kl"] = divergence(bench, cache, first, (answer[compared], logs[compared]))
-        own, _ = bench.continued(cache, first, ANSWER_TOKENS)
-        cache.crop(1 - len(own) if len(own) > 1 else len(ids[0]))
+        answered, _ = bench.continued(cache, first, ANSWER_TOKENS)
+        cache.crop(1 - len(answered) if len(answered) > 1 else len(ids[0]))
         found["full_ms"] = round(full_ms, 1)
-        for name, tokens in {"f1": own, "full_f1": answer}.items():
+        for name, tokens in {"f1": answered, "full_f1": answer}.items():
             found[name] = WordF1().best(bench.tokenizer.decode(tokens, skip_special_tokens=True), row["answers"])
     if way != "blend":
         cache.heal()
@@ -92,9 +91,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Go on with the trace."""
     bench = Bench(parted_models.locate(arguments.model), {})
     path = arguments.rows / f"{arguments.model}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch()
-    lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    lines = rows_so_far(path)
     done = {(line["request"], line["way"]) for line in lines}
     stores = {way: ChunkStore.open(str(arguments.stores / way)) for way in WAYS}
     asked = set()
@@ -112,7 +109,7 @@ def table(arguments: argparse.Namespace) -> None:
     """Write the table of all rows, and print it: all requests, and those whose question was not asked before."""
     results = []
     for path in sorted(arguments.rows.glob("*.jsonl")):
-        lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+        lines = read_rows(path)
         for requests_of in ("all", "new"):
             for way in WAYS:
                 some = [line for line in lines if line["way"] == way and not (requests_of == "new" and line["again"])]

@@ -32,7 +32,7 @@ from typing import Any
 
 import parted_models
 import torch
-from real_selectors import RESULTS, Bench, _commit
+from real_selectors import RESULTS, Bench, _commit, read_rows, rows_so_far
 from robust import passages
 from torch import Tensor
 from transformers import DynamicCache
@@ -165,9 +165,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Measure what is not measured yet."""
     bench = Bench(parted_models.locate(arguments.model), {})
     path = arguments.rows / f"{arguments.model}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch()
-    lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    lines = rows_so_far(path)
     done = {(line["id"], line["edit"]) for line in lines}
     for number, rows in enumerate(conversations(arguments.data)[: arguments.limit]):
         code = code_word(number)
@@ -198,9 +196,7 @@ def leak(arguments: argparse.Namespace) -> None:
     """Ask each conversation for its dropped code word, in every way; where it is there, that is exact."""
     bench = Bench(parted_models.locate(arguments.model), {})
     path = arguments.rows / "leak" / f"{arguments.model}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch()
-    done = len(path.read_text("utf-8").splitlines())
+    done = len(rows_so_far(path))
     for number, rows in [*enumerate(conversations(arguments.data)[: arguments.limit])][done:]:
         code = code_word(number)
         asked = dict.fromkeys(WAYS, messages_of(rows, code, "secret", SECRET))
@@ -223,14 +219,14 @@ def table(arguments: argparse.Namespace) -> None:
     results = []
     leaks = []
     for path in sorted((arguments.rows / "leak").glob("*.jsonl")):
-        lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+        lines = read_rows(path)
         for way in lines[0]:
             says = sum(line[way]["says"] for line in lines)
             nats = round(statistics.fmean(line[way]["nats"] for line in lines), 3)
             leaks.append({"model": path.stem, "way": way, "n": len(lines), "says": says, "nats": nats})
             print(*leaks[-1].values())
     for path in sorted(arguments.rows.glob("*.jsonl")):
-        lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+        lines = read_rows(path)
         for edit in EDITS:
             of_edit = [line for line in lines if line["edit"] == edit]
             for way in of_edit[0]["ways"] if of_edit else ():

@@ -26,7 +26,7 @@ from typing import Any
 import parted_models
 import torch
 import transformers
-from real_selectors import RESULTS, Bench, Method, _commit
+from real_selectors import RESULTS, Bench, Method, _commit, read_rows, rows_so_far
 from robust import TOKENS, prompts
 from torch import Tensor
 from transformers import DynamicCache
@@ -146,8 +146,7 @@ def run(arguments: argparse.Namespace) -> None:
     rows = prompts(arguments.data / "hotpotqa_natural.jsonl", bench, PASSAGES)
     ratio = bench.ratio(DEFAULT, rows[:RATIO_PROMPTS])
     path = arguments.rows / f"{arguments.model}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    done = {json.loads(line)["id"] for line in path.read_text("utf-8").splitlines()} if path.exists() else set()
+    done = {line["id"] for line in rows_so_far(path)}
     with path.open("a", encoding="utf-8") as file:
         for number, row in enumerate(rows[RATIO_PROMPTS:][: arguments.limit]):
             if row["id"] not in done:
@@ -160,7 +159,7 @@ def table(arguments: argparse.Namespace) -> None:
     """Write the table of all rows, and print it."""
     results = []
     for path in sorted(arguments.rows.glob("*.jsonl")):
-        lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+        lines = read_rows(path)
         about = {"model": path.stem, "dtype": lines[0]["dtype"], "n": len(lines),
                  "tokens": round(statistics.median(line["tokens"] for line in lines)),
                  "charged": round(statistics.mean(line["charged"] for line in lines), 3)}  # fmt: skip

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import parted_models
 import torch
-from real_selectors import Bench, Method, command_line
+from real_selectors import Bench, Method, command_line, read_rows, rows_so_far
 from transformers import DynamicCache
 
 from hf_blend import BlendCache, ChunkStore
@@ -97,8 +97,7 @@ def run(asked: argparse.Namespace) -> None:
     bench = Bench(parted_models.locate(asked.model), {}, dtype=asked.dtype)
     persons = read_persons(asked.data)
     path = asked.rows / f"{asked.model}{'-2hops' if asked.hops == 2 else ''}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+    lines = rows_so_far(path)
     done = {(line["id"], line["method"]) for line in lines}
     methods = [Method(text) for text in asked.methods]
     store = ChunkStore.open("memory://")
@@ -137,7 +136,7 @@ def table(asked: argparse.Namespace) -> None:
     """Write the table of all rows."""
     rows = []
     for path in sorted(asked.rows.glob("*.jsonl")):
-        lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+        lines = read_rows(path)
         rows += [{"model": path.stem, **row} for row in summarise(lines)]
     text = ",\n".join("  " + json.dumps(row) for row in rows)
     settings = {"measure": __doc__.split("\n\n")[2].replace("\n", " "), "passages": PASSAGES, "seed": SEED}

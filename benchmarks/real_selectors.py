@@ -74,6 +74,18 @@ TASKS = {
 }
 
 
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Read a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def rows_so_far(path: Path) -> list[dict[str, Any]]:
+    """The rows that runs have appended to a file until now; makes the file where there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    return read_rows(path)
+
+
 def read_prompts(path: Path, task: Task = Task(), seed: int = 7) -> list[dict[str, Any]]:
     """Read rows `id, chunks, question`, in an order that the seed gives, the chunks cut to the first few."""
     rows = [json.loads(line) for line in path.read_text("utf-8").split("\n") if line]
@@ -261,8 +273,7 @@ def run(asked: argparse.Namespace) -> None:
     task = TASKS.get(asked.task, Task())
     bench = Bench(asked.model, contexts, task)
     path = asked.rows / f"{bench.name}-{asked.task}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+    lines = rows_so_far(path)
     done = {(line["id"], line["method"]) for line in lines}
     prompts = read_prompts(asked.data, task)
     if asked.examples:
@@ -345,7 +356,7 @@ def table(asked: argparse.Namespace) -> None:
         asked.rows.glob("*.jsonl"), key=lambda path: (path.stem.rpartition("-")[2] in TASKS, path.name)
     ):
         model, _, task = path.stem.rpartition("-")
-        lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+        lines = read_rows(path)
         first = [line["id"] for line in lines if line["method"] == "none=0"][: asked.limit]
         lines = [line for line in lines if line["id"] in first]
         for half in ("choose", "report", "both"):

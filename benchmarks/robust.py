@@ -33,7 +33,7 @@ from typing import Any, Self
 import parted_models
 import torch
 import transformers
-from real_selectors import RESULTS, Bench, Method, Task, _commit
+from real_selectors import RESULTS, Bench, Method, Task, _commit, read_rows, rows_so_far
 from torch import Tensor
 
 from hf_blend import BlendCache, BlendConfig, ChunkStore
@@ -168,8 +168,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Measure what is not yet in the file."""
     bench = Bench(parted_models.locate(arguments.model), {}, task=Task(), dtype=arguments.dtype)
     path = arguments.rows / f"{arguments.model}-{arguments.task}-{arguments.passages}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+    lines = rows_so_far(path)
     done = {(line["id"], line["method"]) for line in lines}
     rows = prompts(arguments.data / f"{arguments.task}_natural.jsonl", bench, arguments.passages)
     apart = rows[-2:]
@@ -230,7 +229,7 @@ def table(arguments: argparse.Namespace) -> None:
     rows = []
     for path in sorted(arguments.rows.glob("*.jsonl")):
         model, task, count = path.stem.rsplit("-", 2)
-        lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+        lines = read_rows(path)
         about = {"model": model, "family": FAMILIES[model], "task": task, "chunks": int(count)}
         rows += [{**about, "dtype": lines[0]["dtype"], **row} for row in summarise(lines)]
     settings = {

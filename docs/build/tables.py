@@ -53,7 +53,6 @@ SOURCES = {
 LOOKING = "expected-error"  # the default when `robust.py` and `real_answers.py` ran
 MEASURED = f"{LOOKING}@text", 0.15  # a method of `robust.py`, and the charge that was asked for
 REUSE = ("none@text", 0.0)
-RANDOM = ("random@text", 0.15)
 MODELS = {  # of `robust.py` and `regime.py`, the smallest first
     "smollm2": "SmolLM2-135M",
     "gemma3": "Gemma 3 270M",
@@ -245,9 +244,8 @@ def _regime(document: dict[str, Any]) -> list[str]:
     found = long_rows(document)
     largest = largest_rows(document)
     cells = ("nats: mean, median", "error", "geometric", "worse", "right, kept", "first token", "same answer")
-    left = [f"{rows[method]['of_reuse']:.2f}" for method in (LONG_DEFAULT, LONG_FAST) for rows in largest.values()]
-    middle = len(left) // 2
-    default, fast = " and ".join(left[:middle]), " and ".join(left[middle:])
+    default = " and ".join(f"{rows[LONG_DEFAULT]['of_reuse']:.2f}" for rows in largest.values())
+    fast = " and ".join(f"{rows[LONG_FAST]['of_reuse']:.2f}" for rows in largest.values())
     lines = [f"**On the largest model the default leaves {default} of reuse's error at 30 %, {fast} at 15 %.**", ""]
     for key, rows in largest.items():
         lines += [f"{_prompts(key, rows[LONG_REUSE])}:", "", *_head("rule, cost", cells)]
