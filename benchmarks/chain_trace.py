@@ -9,7 +9,7 @@
 it, one of which holds the answer. 500 requests draw a question by Zipf's law; BM25 gives the six documents of a
 prompt, best first. Each way has a store of its own: `blend` by the default rule; `chains` heals each prompt behind its
 answer and stores its chain; `order` also puts first what continues the longest chain. A share of tokens is exact that
-was loaded from a chain. Every tenth request is compared with stock's full prefill of the same prompt: the KL
+was loaded from a chain. Every tenth request (`--every`) is compared with stock's full prefill of the same prompt: the KL
 divergence of the next-token distributions, in nats, mean over the first ten tokens of stock's greedy answer, and the
 F1 of both answers. Times are one thread's CPU to the first token. `run` appends a line per request and way, and goes
 on where it was stopped if the stores are still there.
@@ -26,7 +26,7 @@ from typing import Any
 import bm25s
 import parted_models
 import torch
-from edits import divergence
+from edits import COMPARED_TOKENS, divergence
 from real_selectors import RESULTS, Bench, _commit, read_rows, rows_so_far
 from robust import passages
 
@@ -36,7 +36,6 @@ from hf_blend.evaluation.scores.word_f1 import WordF1
 
 SEED = 13
 QUESTIONS, REQUESTS, DOCUMENTS = 100, 500, 6
-COMPARED = 10  # every so many requests
 ANSWER_TOKENS = 20
 WAYS = ("blend", "chains", "order")
 Row = dict[str, Any]
@@ -75,7 +74,7 @@ def measured(bench: Bench, row: Row, way: str, store: ChunkStore, compare: bool)
     }
     if compare:
         answer, logs, full_ms = bench.full(ids, ANSWER_TOKENS)
-        compared = slice(0, COMPARED)
+        compared = slice(0, COMPARED_TOKENS)
         found["kl"] = divergence(bench, cache, first, (answer[compared], logs[compared]))
         answered, _ = bench.continued(cache, first, ANSWER_TOKENS)
         cache.crop(1 - len(answered) if len(answered) > 1 else len(ids[0]))
@@ -89,7 +88,7 @@ def measured(bench: Bench, row: Row, way: str, store: ChunkStore, compare: bool)
 
 def run(arguments: argparse.Namespace) -> None:
     """Go on with the trace."""
-    bench = Bench(parted_models.locate(arguments.model), {})
+    bench = Bench(parted_models.locate(arguments.model), {}, dtype=arguments.dtype)
     path = arguments.rows / f"{arguments.model}.jsonl"
     lines = rows_so_far(path)
     done = {(line["request"], line["way"]) for line in lines}
@@ -98,7 +97,7 @@ def run(arguments: argparse.Namespace) -> None:
     for number, row in enumerate(requests(arguments.data)):
         for way in WAYS:
             if (number, way) not in done:
-                found = measured(bench, row, way, stores[way], number % COMPARED == 0)
+                found = measured(bench, row, way, stores[way], number % arguments.every == 0)
                 line = {"request": number, "id": row["id"], "way": way, "again": row["id"] in asked, **found}
                 with path.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(line) + "\n")
@@ -141,6 +140,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["run", "table"])
     parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--every", type=int, default=10, help="compare one request of so many")
     parser.add_argument("--data", type=Path, help="the folder of the inputs")
     parser.add_argument("--stores", type=Path, default=Path("chain-stores"), help="a folder for the stores, some GB")
     parser.add_argument("--rows", type=Path, default=RESULTS / "chain_trace")

@@ -3,7 +3,7 @@
 """What a conversation loses whose history is edited, when K and V behind the edit are moved instead of computed.
 
     python benchmarks/edits.py run --model smollm2 --data DIR --limit 40
-    python benchmarks/edits.py leak --model qwen2.5-coder-1.5b --data DIR --limit 40
+    python benchmarks/edits.py leak --model qwen2.5-coder-1.5b --dtype bfloat16 --data DIR --limit 40
     python benchmarks/edits.py table
 
 A conversation has a system prompt with a date and three turns: four passages of HotpotQA or MuSiQue as search results
@@ -163,11 +163,11 @@ def save_held(bench: Bench, messages: list[dict[str, str]], path: str) -> int:
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure what is not measured yet."""
-    bench = Bench(parted_models.locate(arguments.model), {})
+    bench = Bench(parted_models.locate(arguments.model), {}, dtype=arguments.dtype)
     path = arguments.rows / f"{arguments.model}.jsonl"
     lines = rows_so_far(path)
     done = {(line["id"], line["edit"]) for line in lines}
-    for number, rows in enumerate(conversations(arguments.data)[: arguments.limit]):
+    for number, rows in [*enumerate(conversations(arguments.data)[: arguments.limit])][arguments.first :]:
         code = code_word(number)
         if all((number, edit) in done for edit in EDITS):
             continue
@@ -179,7 +179,8 @@ def run(arguments: argparse.Namespace) -> None:
                 messages = messages_of(rows, code, edit, question)
                 ids = bench.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
                 *full, _ = bench.full(torch.tensor([ids]), COMPARED_TOKENS)
-                line = {"id": number, "edit": edit, "code": code, "held": held, "tokens": len(ids), "ways": {}}
+                about = {"id": number, "dtype": str(bench.model.dtype)[6:], "edit": edit, "code": code, "held": held}
+                line = {**about, "tokens": len(ids), "ways": {}}
                 for way in WAYS:
                     line["ways"] |= dict(measured(bench, messages, way, session, full, question and code))
                 if question:
@@ -194,7 +195,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def leak(arguments: argparse.Namespace) -> None:
     """Ask each conversation for its dropped code word, in every way; where it is there, that is exact."""
-    bench = Bench(parted_models.locate(arguments.model), {})
+    bench = Bench(parted_models.locate(arguments.model), {}, dtype=arguments.dtype)
     path = arguments.rows / "leak" / f"{arguments.model}.jsonl"
     done = len(rows_so_far(path))
     for number, rows in [*enumerate(conversations(arguments.data)[: arguments.limit])][done:]:
@@ -268,11 +269,13 @@ if __name__ == "__main__":
     commands = parser.add_subparsers(required=True)
     runs = commands.add_parser("run")
     runs.set_defaults(act=run)
+    runs.add_argument("--first", type=int, default=0, help="the first conversation; a second process may take others")
     leaks = commands.add_parser("leak")
     leaks.set_defaults(act=leak)
     for command in (runs, leaks):
         command.add_argument("--model", required=True)
         command.add_argument("--data", type=Path, required=True)
+        command.add_argument("--dtype", default="auto")
         command.add_argument("--limit", type=int, default=40)
     tables = commands.add_parser("table")
     tables.add_argument("--output", type=Path, default=RESULTS / "edits.json")
