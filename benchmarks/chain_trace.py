@@ -9,7 +9,7 @@
 it, one of which holds the answer. 500 requests draw a question by Zipf's law; BM25 gives the six documents of a
 prompt, best first. Each way has a store of its own: `blend` by the default rule; `chains` heals each prompt behind its
 answer and stores its chain; `order` also puts first what continues the longest chain. A share of tokens is exact that
-was loaded from a chain. Every tenth request (`--every`) is compared with stock's full prefill of the same prompt: the KL
+was loaded from a chain. Every tenth request (`--every`) is compared with stock's full prefill of the same prompt: KL
 divergence of the next-token distributions, in nats, mean over the first ten tokens of stock's greedy answer, and the
 F1 of both answers. Times are one thread's CPU to the first token. `run` appends a line per request and way, and goes
 on where it was stopped if the stores are still there.
