@@ -73,7 +73,13 @@ LONG = {  # methods of `regime.py`, and what they are called
 LONG_REUSE = "none=0"
 LONG_DEFAULT = "stored-importance=0.3"
 LONG_FAST = "stored-importance=0.15"
-NOT_IN_FRONT = "stored-importance=0.1"
+FRONT = {  # rows of the README
+    "none=0": "none: full reuse",
+    "random=0.15": "15 %, at random",
+    "kv-deviation=0.15": "15 %, CacheBlend's rule",
+    "stored-importance=0.15": "15 %, default rule",
+    "stored-importance=0.3": "**30 %, default rule**",
+}
 FRONT_CHUNKS = 6
 BARS = {"of_reuse": 0.30, "geometric": 0.40, "made_worse": 0.10}  # that the default is to keep
 BAR_NAMES = {"of_reuse": "mean", "geometric": "geometric mean", "made_worse": "worse on a share of"}
@@ -186,21 +192,21 @@ def _prompts(key: tuple[str, str, int], row: Row) -> str:
 
 
 def _front(document: dict[str, Any]) -> list[str]:
-    """The largest model's rows, the tasks side by side."""
-    tables = largest_rows(document)
-    reuses = [rows[LONG_REUSE] for rows in tables.values()]
-    names = []
-    for (_, task, _), reuse in zip(tables, reuses, strict=True):
-        names += [f"{TASKS[task]}, n = {reuse['n']}: error", "geometric", "worse", "right, kept"]
-    lines = _head("rule, cost", (*names, "first token"))
-    full = " | ".join(f"0 | | | {reuse['kept_of']}" for reuse in reuses)
-    lines.append(f"| full prefill | {full} | 1 x |")
-    for method, name in LONG.items():
-        found = [rows[method] for rows in tables.values()]
-        if method != NOT_IN_FRONT:
-            cells = " | ".join(f"{_of_reuse(row)} | {_long_cells(row)}" for row in found)
-            lines.append(f"| {name} | {cells} | {min(row['ttft_x'] for row in found):.1f} x |")
-    return lines
+    """The largest model's rows, a table for each task."""
+    titles = ("first token", "error", "geometric", "worse", "right answers", "of full prefill's")
+    lines = []
+    for (_, task, _), rows in largest_rows(document).items():
+        count, full = rows[LONG_REUSE]["n"], rows[LONG_REUSE]["kept_of"]
+        lines += [f"{TASKS[task]}, {count} prompts:", "", *_head("recomputed", titles)]
+        lines.append(f"| all: full prefill | 1 x | 0 | 0 | | {full} | {full} |")
+        for method, name in FRONT.items():
+            row = rows[method]
+            error, geometric, worse = _of_reuse(row), *_long_cells(row).split(" | ")[:2]
+            kept = f"{row['kept'] * full:.0f}"
+            shown = (name, f"{row['ttft_x']:.1f} x", error, geometric, worse, str(row["right"]), kept)
+            lines.append(f"| {' | '.join(shown)} |")
+        lines.append("")
+    return lines[:-1]
 
 
 def _of_reuse(row: Row) -> str:
