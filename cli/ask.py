@@ -209,8 +209,8 @@ class _Printer:
             say(_how_measured(rows))
         sizes = [entry.nbytes for entry in store.entries()]
         say(
-            f"{loaded} chunks loaded from the store, {computed} computed (the text before the documents counts as a "
-            f"chunk); the store holds {len(sizes)} chunks, {humanise('nbytes', sum(sizes))}."
+            f"Chunks: {loaded} loaded from the store, {computed} computed (with the text before the documents); "
+            f"the store holds {len(sizes)}, {humanise('nbytes', sum(sizes))}."
         )
 
 

@@ -17,7 +17,7 @@ def say_recipe(recipe: "Recipe") -> None:
     from hf_blend.recipes import DEFAULT
 
     if recipe is DEFAULT:
-        say("No rule was tuned for this model here, so the default is used: hf-blend tune --store finds one, once.")
+        say("The default rule is used. `hf-blend tune --store` looks once for one that suits this model better.")
     else:
         say(f"Rule for the tokens to recompute: {recipe.source}.")
 

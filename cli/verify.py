@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from .options import Device
-from .output import Json, fail, interruptible, progress, show
+from .output import Json, fail, interruptible, progress, say, show
 
 __all__ = ["verify"]
 
@@ -46,7 +46,7 @@ def verify(
         hf-blend verify HuggingFaceTB/SmolLM2-135M-Instruct  # network
     """
     from hf_blend.evaluation.bundled import choose_device
-    from hf_blend.verify.runner import ATTENTIONS, Verdict
+    from hf_blend.verify.runner import ATTENTIONS, Verdict, check_names
     from hf_blend.verify.runner import verify as run_checks
 
     if (model is None) != every:
@@ -67,9 +67,15 @@ def verify(
             device=str(choose_device(device)), verdict=verdict,
         )  # fmt: skip
     document = verdict.to_dict()
-    show(document if json else document["rungs"], as_json=json, title=model)
+    claims = check_names()
+    rows = [row | {"detail": row["detail"] or claims[row["name"]]} for row in document["rungs"]]
+    show(document if json else rows, as_json=json, title=model, header=True)
     if not verdict.supported:
         fail(f"{model} is not supported: {verdict.reason}")
+    say(
+        f"{model} is blended exactly: {len(rows) - len(verdict.refused)} of {len(rows)} checks hold, "
+        f"{len(verdict.refused)} are about what is refused by name."
+    )
 
 
 def _until_then(what: str, count: int, wrong: list[str]) -> str:

@@ -118,8 +118,8 @@ def test_debug_shows_where_error_came_from():
         command.main(["--debug", "store", "ls", "--store", "nowhere"])
 
 
-def test_store_ls_and_stats_give_one_json_document_each(run, filled):
-    code, out, err = run("store", "ls", "--store", filled, "--json")
+def test_store_ls_and_stats_give_one_json_document_each(run, filled, model_folder):
+    code, out, err = run("store", "ls", "--store", filled, "--model", model_folder, "--json")
     entries = json.loads(out)
     assert code == 0
     assert err == ""
@@ -127,7 +127,7 @@ def test_store_ls_and_stats_give_one_json_document_each(run, filled):
     assert newest["created"] > oldest["created"]
     assert newest["tokens"] == 7
     assert len(newest["digest"]) == 64
-    _, out, _ = run("store", "ls", "--store", filled, "--json", "--limit", "1")
+    _, out, _ = run("store", "ls", "--store", filled, "--model", model_folder, "--json", "--limit", "1")
     assert json.loads(out) == [newest]
     _, out, _ = run("store", "stats", "--store", filled, "--json")
     stats = json.loads(out)

@@ -234,15 +234,19 @@ def test_verify_refuses_model_that_cannot_be_blended_by_its_layer():
 
 def test_verify_command_prints_one_json_document_of_type_or_folder(tmp_path, run):
     model_of("llama").save_pretrained(tmp_path)
-    for name, given, count in (("tiny:qwen3", ("--dtype", "float32"), 4), (str(tmp_path), ("--quick",), 2)):
+    for name, given, count, attention in (
+        ("tiny:qwen3", ("--dtype", "float32"), 4, "sdpa"),
+        (str(tmp_path), ("--quick",), 2, "sdpa"),
+        ("tiny:mpt", ("--quick",), 2, "eager"),  # the only one that it has
+    ):
         code, out, err = run("verify", name, "--rung", "ratio_1", "--rung", "moved_chunk", "--json", *given)
         document = json.loads(out)
         assert code == 0
-        assert f"{count} of {count}: moved_chunk in float32 with sdpa attention\n" in err
+        assert f"{count} of {count}: moved_chunk in float32 with {attention} attention\n" in err
+        assert f"{name} is blended exactly: {count} of {count} checks hold" in err
         assert {"model", "supported", "reason", "rungs"} <= set(document)
         assert document["model"] == name
         assert document["supported"]
-        assert document["reason"] is None
         assert all({"name", "passed", "max_abs_error", "tolerance"} < set(rung) for rung in document["rungs"])
         assert len({(rung["name"], rung["dtype"], rung["attention"]) for rung in document["rungs"]}) == count
 

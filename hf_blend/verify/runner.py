@@ -136,8 +136,11 @@ def run_checks(
     checks: Sequence[str] | None = None,
     rounds: int = 1,
 ) -> None:
-    """Run checks on a model that is loaded, in one of the rounds through all dtypes."""
-    implementations = [name for name in attention if name in attentions(model)]
+    """Run checks on a model that is loaded, in one of the rounds through all dtypes.
+
+    Where the model can use none of the `attention` that is named, those that it can use take their place.
+    """
+    implementations = [name for name in attention if name in attentions(model)] or attentions(model)
     total = rounds * len(implementations) * len(checks or check_names())
     for implementation in implementations:
         with attending(model, implementation):
