@@ -50,7 +50,7 @@ class ChunkStore(Store):
         Args:
             location: a directory; "memory://"; a URL of fsspec, such as "s3://bucket/folder"; None is
                 `$HF_BLEND_HOME`, else the assets folder of the Hugging Face cache.
-            memory_bytes: cap of the memory tier; None is a quarter of what is available. From a full tier what was
+            memory_bytes: cap of the memory tier; None is a quarter of what is available. If it is full, what was
                 used least recently leaves.
             disk_bytes: cap of the directory, all namespaces together; None is what it holds now plus half of what is
                 free.

@@ -41,7 +41,7 @@ RECIPES = (
     Recipe(
         "expected-error",
         0.15,
-        "The tokens that the question takes most from, and that are likely to be wrong by their place.",
+        "The tokens that the question attends to most, and that are likely to be wrong by their place.",
         result="robust",
     ),
     Recipe("ramp", 0.15, "Tokens near the head of a chunk, and more of them in chunks with more before them."),

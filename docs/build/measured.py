@@ -32,7 +32,7 @@ Prompts have chunks of some 540 tokens behind the model's chat template.
 
 * *Error*: the mean KL divergence from full prefill over its own answer of at most 20 tokens, as a share of full
   reuse's: 0 is full prefill, 1 is full reuse; with 95 % intervals.
-* *Geometric*: the geometric mean of each prompt's share.
+* *Geometric*: the geometric mean of the prompts' shares.
 * *Worse*: on how many prompts the error is larger than that of full reuse.
 * *Right, kept*: how many answers are right, and how many of full prefill's right ones still are. On 2WikiMultihop the
   1.5B answers more right by full reuse than by full prefill: a blend is near full prefill, right or wrong.

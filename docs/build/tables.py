@@ -47,7 +47,6 @@ LEGEND = list(dict.fromkeys(meaning for _, meaning in REASONS))
 SOURCES = {
     "support": "families",
     "front": "regime",
-    "bars": "regime",
     "rules": "robust",
 }
 LOOKING = "expected-error"  # the default when `robust.py` and `real_answers.py` ran
@@ -66,7 +65,6 @@ LONG = {  # methods of `regime.py`, and what they are called
     "random=0.15": "random tokens, 15 %",
     "kv-deviation=0.15": "`kv-deviation`, 15 %",
     "stored-importance=0.05": "default rule, 5 %",
-    "stored-importance=0.1": "default rule, 10 %",
     "stored-importance=0.15": "default rule, 15 %",
     "stored-importance=0.3": "default rule, 30 %",
 }
@@ -81,8 +79,6 @@ FRONT = {  # rows of the README
     "stored-importance=0.3": "**30 %, default rule**",
 }
 FRONT_CHUNKS = 6
-BARS = {"of_reuse": 0.30, "geometric": 0.40, "made_worse": 0.10}  # that the default is to keep
-BAR_NAMES = {"of_reuse": "mean", "geometric": "geometric mean", "made_worse": "worse on a share of"}
 ANSWERED = {  # rows of the table of answers: method of `real_answers.py`
     "full prefill": "full",
     "full reuse, behind BOS alone": "none=0",
@@ -228,21 +224,6 @@ def _right(row: Row) -> str:
     """How many answers are right, and how many of full prefill's right ones are."""
     kept = (row["kept"] or 0) * row["kept_of"]
     return f"{row['right']}, {kept:.0f}/{row['kept_of']}"
-
-
-def _bars(document: dict[str, Any]) -> list[str]:
-    """On which tasks the default ratio and the faster one keep the bars."""
-    lines = []
-    for key, rows in largest_rows(document).items():
-        kept = []
-        for method in (LONG_DEFAULT, LONG_FAST):
-            row = rows[method]
-            missed = [f"{BAR_NAMES[name]} {row[name]:.2f}" for name, bar in BARS.items() if row[name] > bar]
-            ratio = method.partition("=")[2]
-            kept.append(f"{ratio} misses ({', '.join(missed)})" if missed else f"{ratio} keeps all three")
-        off = rows[LONG_REUSE]["kl_mean"]
-        lines.append(f"* {_prompts(key, rows[LONG_REUSE])}, full reuse {off:.2f} nats off: {'; '.join(kept)}.")
-    return lines
 
 
 def _regime(document: dict[str, Any]) -> list[str]:
@@ -428,8 +409,8 @@ def _healing(document: dict[str, Any]) -> list[str]:
         cells = [f"{mean:.4f} ({median:.4f})" for mean, median in zip(row["kl"], row["kl_median"], strict=True)]
         lines.append(f"| {about} | {healed} | {' | '.join(cells)} |")
     costs = {row["model"]: row["heal_of_stock"] for row in document["rows"] if row["heal_of_stock"]}
-    said = ", ".join(f"{cost:.2f} on {model}" for model, cost in costs.items())
-    return [*lines, "", f"CPU seconds of healing, of stock's prefill of the same tokens in the same blocks: {said}."]
+    said = " and ".join(f"{cost:.2f} ({model})" for model, cost in costs.items())
+    return [*lines, "", f"Healing takes {said} of the CPU seconds of a stock prefill in the same blocks."]
 
 
 def _edits(document: dict[str, Any]) -> list[str]:
@@ -475,7 +456,6 @@ TABLES = {
     "chain_trace": _chain_trace,
     "front": _front,
     "regime": _regime,
-    "bars": _bars,
     "robust": _robust,
     "rules": _rules,
     "families": _families,

@@ -78,8 +78,8 @@ class BlendReport:
         nominal_ratio: the `recompute_ratio` of the request: a share of the reusable tokens.
         prompt_tokens: tokens of the prompt without padding, all rows of a batch.
         reusable_tokens: those with stored KV that is not exact; some of them are recomputed.
-        exact_tokens: those with stored KV that is a full prefill's.
-        moved_tokens: of the reusable ones, those that were moved within the cache, behind an edit.
+        exact_tokens: those with stored KV that equals a full prefill's.
+        moved_tokens: reusable tokens that were moved inside the cache, because they are behind an edit.
         healed_tokens: those that `BlendCache.heal` made exact since.
         computed_chunks: missing chunks that were computed and stored.
         loaded_chunks: chunks from the store.
@@ -94,7 +94,8 @@ class BlendReport:
         partial: where chunks are loaded in part: layers, loaded bytes, all bytes.
         sparse: where decoding attends to some blocks only: the figures of `SparseMetrics`.
         advice: what the store's controller decided.
-        quantisation_noise: how far plain prefills of a quantised model differ, as a share of the logits.
+        quantisation_noise: how far the logits of two plain prefills of a quantised model differ, as a share of
+            their size.
         recipe: where selector and ratio are from: the caller, the store, or the default.
         notice: what else to know, such as that the chunks were stored with another tokenizer.
         fallback_reason: why every token was computed, and what to pass instead; else empty.

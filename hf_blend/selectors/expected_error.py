@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Recompute the tokens that the question takes most from and that are likely to be wrong.
+"""Recompute the tokens that the question attends to most and that are likely to be wrong.
 
 What an answer loses is, to first order, the sum over tokens of how much it takes from each, times how wrong each is.
 The first factor is measured: a pass of the question over the stored KV gives the attention that each token gets, times

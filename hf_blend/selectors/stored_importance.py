@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The hf_blend authors
 # SPDX-License-Identifier: Apache-2.0
-"""Recompute what any question takes most from, is probably wrong, and shares words with this one (the default).
+"""Recompute what any question attends to most, is probably wrong, and shares words with this one (the default).
 
 What an answer loses is, to first order, the sum over tokens of how much it takes from each, times how wrong each is.
 What is taken depends more on the text than on the question, so it is found once, when a chunk is computed: attention
