@@ -57,7 +57,7 @@ def ask(
     tokens: Tokens = False,
     chunk_tokens: options.ChunkTokens = 512,
     system: options.System = None,
-    max_new_tokens: options.MaxNewTokens = 256,
+    max_new_tokens: options.MaxNewTokens = 64,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     allow_unverified: options.Unverified = False,
@@ -177,7 +177,7 @@ class _Printer:
         cut = [reply for reply in replies if reply.answer.is_cut]
         if cut:
             names = ", ".join(reply.method.name for reply in cut)
-            say(f"Cut at {len(cut[0].answer.ids)} tokens, set --max-new-tokens higher: {names}.")
+            say(f"Cut at {len(cut[0].answer.ids)} tokens (--max-new-tokens sets another limit): {names}.")
         for report in reports:
             if report.advice:
                 say(f"Controller: {Advice(**report.advice)}")
