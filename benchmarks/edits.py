@@ -3,7 +3,7 @@
 """What a conversation loses whose history is edited, when K and V behind the edit are moved instead of computed.
 
     python benchmarks/edits.py run --model smollm2 --data DIR --limit 40
-    python benchmarks/edits.py leak --model qwen2.5-coder-1.5b --dtype bfloat16 --data DIR --limit 40
+    python benchmarks/edits.py run --model qwen2.5-coder-1.5b --dtype bfloat16 --data DIR --limit 40
     python benchmarks/edits.py table
 
 A conversation has a system prompt with a date and three turns: four passages of HotpotQA or MuSiQue as search results
@@ -16,8 +16,8 @@ The error is the KL divergence of the next-token distributions from stock's full
 nats, mean over the first ten tokens of stock's answer. `says` is how often the code word is the most likely end of an
 answer that begins to say it, `nats` what a token of it costs there; `not dropped` is the other end. Time is of one
 thread's CPU to the first token, with finding and copying what is moved; `speed` is that of computing over it. `run`
-appends a line per conversation and edit and skips those that are there; `leak` asks for the code word only, without
-stock's full prefill. `table` writes `benchmarks/results/edits.json`; intervals are over conversations.
+appends a line per conversation and edit and skips those that are there. `table` writes
+`benchmarks/results/edits.json`; intervals are over conversations.
 """
 
 import argparse
@@ -193,51 +193,20 @@ def run(arguments: argparse.Namespace) -> None:
                     file.write(json.dumps(line) + "\n")
 
 
-def leak(arguments: argparse.Namespace) -> None:
-    """Ask each conversation for its dropped code word, in every way; where it is there, that is exact."""
-    bench = Bench(parted_models.locate(arguments.model), {}, dtype=arguments.dtype)
-    path = arguments.rows / "leak" / f"{arguments.model}.jsonl"
-    done = len(rows_so_far(path))
-    for number, rows in [*enumerate(conversations(arguments.data)[: arguments.limit])][done:]:
-        code = code_word(number)
-        asked = dict.fromkeys(WAYS, messages_of(rows, code, "secret", SECRET))
-        asked["not dropped"] = messages_of(rows, code, question=SECRET)
-        line = {}
-        with tempfile.TemporaryDirectory() as folder:
-            session = f"{folder}/session"
-            save_held(bench, messages_of(rows, code)[:-1], session)
-            for name, messages in asked.items():
-                cache = opened(bench, session, name if name in WAYS else "compute")
-                ids = cache.inputs_from_messages(bench.tokenizer, messages)["input_ids"]
-                bench.model(ids[:, cache.get_seq_length() :], past_key_values=cache, logits_to_keep=1)
-                line[name] = recalled(bench, cache, code)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-
-
 def table(arguments: argparse.Namespace) -> None:
     """Write the table of all rows, and print it."""
     results = []
-    leaks = []
-    for path in sorted((arguments.rows / "leak").glob("*.jsonl")):
-        lines = read_rows(path)
-        for way in lines[0]:
-            says = sum(line[way]["says"] for line in lines)
-            nats = round(statistics.fmean(line[way]["nats"] for line in lines), 3)
-            leaks.append({"model": path.stem, "way": way, "n": len(lines), "says": says, "nats": nats})
-            print(*leaks[-1].values())
     for path in sorted(arguments.rows.glob("*.jsonl")):
         lines = read_rows(path)
         for edit in EDITS:
             of_edit = [line for line in lines if line["edit"] == edit]
             for way in of_edit[0]["ways"] if of_edit else ():
-                results.append({"model": path.stem, "edit": edit, "way": way, **summarised(of_edit, way)})
+                about = {"model": path.stem, "dtype": lines[0].get("dtype", "float32"), "edit": edit, "way": way}
+                results.append({**about, **summarised(of_edit, way)})
                 print(*results[-1].values())
     text = ",\n".join("  " + json.dumps(row) for row in results)
     settings = {"seed": SEED, "threads": 1, "torch": torch.__version__, "commit": _commit()}
-    arguments.output.write_text(
-        f'{{"settings": {json.dumps(settings)},\n"leaks": {json.dumps(leaks)},\n"rows": [\n{text}\n]}}\n', "utf-8"
-    )
+    arguments.output.write_text(f'{{"settings": {json.dumps(settings)},\n"rows": [\n{text}\n]}}\n', "utf-8")
 
 
 def summarised(lines: Sequence[Row], way: str) -> Row:
@@ -270,17 +239,14 @@ if __name__ == "__main__":
     runs = commands.add_parser("run")
     runs.set_defaults(act=run)
     runs.add_argument("--first", type=int, default=0, help="the first conversation; a second process may take others")
-    leaks = commands.add_parser("leak")
-    leaks.set_defaults(act=leak)
-    for command in (runs, leaks):
-        command.add_argument("--model", required=True)
-        command.add_argument("--data", type=Path, required=True)
-        command.add_argument("--dtype", default="auto")
-        command.add_argument("--limit", type=int, default=40)
+    runs.add_argument("--model", required=True)
+    runs.add_argument("--data", type=Path, required=True)
+    runs.add_argument("--dtype", default="auto")
+    runs.add_argument("--limit", type=int, default=40)
     tables = commands.add_parser("table")
     tables.add_argument("--output", type=Path, default=RESULTS / "edits.json")
     tables.set_defaults(act=table)
-    for command in (runs, leaks, tables):
+    for command in (runs, tables):
         command.add_argument("--rows", type=Path, default=RESULTS / "edits")
     chosen = parser.parse_args()
     chosen.act(chosen)

@@ -54,7 +54,7 @@ class ChunkStore(Store):
                 used least recently leaves.
             disk_bytes: cap of the directory, all namespaces together; None is what it holds now plus half of what is
                 free.
-            remote: URL of a tier behind the disk, shared with other machines; `put` waits for it, and what fails there
+            remote: URL of a tier behind the disk, shared with other machines; `put` waits for it; an error there
                 is a miss.
             namespace: keeps tenants apart: no chunk is seen from another one.
             durability: "full" makes a stored chunk survive a power loss; "none" is for scratch. Neither ever gives

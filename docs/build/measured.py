@@ -30,12 +30,12 @@ milliseconds. No GPU was measured. What did not help is in [benchmarks/LOG.md](.
 
 Prompts have chunks of some 540 tokens behind the model's chat template.
 
-* *Error*: the mean KL divergence from full prefill over its own answer of at most 20 tokens, as a share of full
-  reuse's: 0 is full prefill, 1 is full reuse; with 95 % intervals.
+* *Error*: the KL divergence from full prefill, as a mean over the tokens of full prefill's answer (at most 20),
+  divided by that of full reuse. So 0 is full prefill and 1 is full reuse. Intervals are of 95 %.
 * *Geometric*: the geometric mean of the prompts' shares.
 * *Worse*: on how many prompts the error is larger than that of full reuse.
-* *Right, kept*: how many answers are right, and how many of full prefill's right ones still are. On 2WikiMultihop the
-  1.5B answers more right by full reuse than by full prefill: a blend is near full prefill, right or wrong.
+* *Right, kept*: how many answers are right, and how many of those that are right with full prefill. On 2WikiMultihop
+  the 1.5B is right more often with full reuse than with full prefill: a blend is near full prefill, right or wrong.
 
 Weights of the 1.5B are bfloat16, those of others float32; times are CPU seconds of one thread. The rule was chosen
 by ten other prompts of MuSiQue.
@@ -45,15 +45,16 @@ by ten other prompts of MuSiQue.
 
 **On SmolLM2 the default rule, `stored-importance`, has as small an error as `expected-error`, which computes more.
 On Gemma 3 its error is smaller. It was not run on Qwen2.5. On the 1.5B most rules are not measurably better than
-tokens at random, and on MuSiQue full reuse is nearly as good as `expected-error`.**
+choosing at random, and on MuSiQue full reuse is nearly as good as `expected-error`.**
 
 <!--table:robust-->
 <!--end-->
 
-The error covers the first ten tokens of full prefill's answer, at a cost of 15 %; here 1 is reuse of chunks computed
-alone, behind BOS. A star: the rule beats tokens at random. In the first line `expected-error` does not: most of its
-mean comes from a few prompts on which the model wavers between two answers. *First token* and *same answer* are of
-full reuse and of `expected-error`: how many times as fast it comes, and how often the answer is full prefill's.
+The error covers the first ten tokens of full prefill's answer, at a cost of 15 %. Here 1 is full reuse of chunks that
+were computed behind BOS alone. A star: the rule beats tokens at random. In the first line `expected-error` does not:
+most of its mean comes from a few prompts on which the model wavers between two answers. The last two columns have a
+number for full reuse and one for `expected-error`. *First token*: how many times as fast as with full prefill. *Same
+answer*: how often it is full prefill's answer.
 
 Prompts have six passages, of which one holds the answer. Weights are float32, those of the 1.5B bfloat16. Prompts,
 rules and costs were fixed before the run. Not measured: larger models, other languages, code.

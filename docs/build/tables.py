@@ -417,35 +417,37 @@ def _edits(document: dict[str, Any]) -> list[str]:
     """The error of moving alone by edit, what of it is left, and how much sooner the first token is."""
     edits = list(dict.fromkeys(row["edit"] for row in document["rows"]))
     lines = _head("model", ("", *edits))
+    leaks = []
     for model in dict.fromkeys(row["model"] for row in document["rows"]):
         rows = {(row["edit"], row["way"]): row for row in document["rows"] if row["model"] == model}
         moved = [f"{rows[edit, 'moved']['kl']:.4f}" for edit in edits]
         lines.append(f"|{model}, {rows[edits[0], 'moved']['n']}|moved|{'|'.join(moved)}|")
-        few, more = (
-            [rows[edit, way]["of_moved"] + [rows[edit, way]["speed"]] for edit in edits]
-            for way in ("blended .05", "blended .15")
-        )
-        lines.append("||5 %|" + "|".join(f"{share:.2f}, {speed:.1f}x" for share, _, _, speed in few) + "|")
-        cells = [f"{share:.2f} [{low:.2f}, {high:.2f}], {speed:.1f}x" for share, low, high, speed in more]
-        lines.append(f"||15 %|{'|'.join(cells)}|")
-    leaks: dict[str, list[Row]] = {}
-    for row in document["leaks"]:
-        leaks.setdefault(row["model"], []).append(row)
-    for model, rows in leaks.items():
-        counts = ", ".join(f"{row['way']} {row['says']}" for row in rows)
-        lines += ["", f"How often a dropped code word was said when asked for, {model}, n = {rows[0]['n']}: {counts}."]
-    return lines
+        blended = [rows[edit, "blended .15"] for edit in edits]
+        shares = ["{:.2f} [{:.2f}, {:.2f}]".format(*row["of_moved"]) for row in blended]
+        lines.append(f"||left by 15 %|{'|'.join(shares)}|")
+        lines.append(f"||speed-up|{'|'.join(str(row['speed']) for row in blended)}|")
+        asked = {row["way"]: row for row in rows.values() if "says" in row}
+        if asked["not dropped"]["says"]:  # else the model never says it, and nothing is shown
+            counts = ", ".join(f"{way} {row['says']}" for way, row in asked.items() if "healed" not in way)
+            leaks += ["", f"How often {model} said a dropped code word, of {asked['compute']['n']} times: {counts}."]
+    return [*lines, *leaks]
 
 
 def _chain_trace(document: dict[str, Any]) -> list[str]:
-    """What chains and their order bring over a trace: all requests, then those with a new question."""
+    """What chains and their order bring over a trace: all requests of a model, then those with a new question."""
     ways = {"blend": "blend", "chains": "chains", "order": "chains, ordered"}
-    lines = _head("requests", ("exact tokens", "error in nats: mean, median", "first token", "F1, full prefill's"))
+    titles = ("requests", "exact tokens", "nats: mean, median", "first token", "F1, full prefill's")
+    lines = _head("model", titles)
+    named = ""
     for row in document["rows"]:
+        if row["requests"] == "new" and row["way"] == "chains":
+            continue  # no chain has them
         asked = f"{row['n']}" if row["requests"] == "all" else f"{row['n']} new"
         errors = f"{row['kl']:.3f}, {row['kl_median']:.3f}"
         scores = f"{row['f1']:.3f}, {row['full_f1']:.3f}"
-        cells = (f"{asked}, {ways[row['way']]}", f"{row['exact']:.0%}", errors, f"{row['speed']:.1f}x", scores)
+        model = "" if row["model"] == named else f"{row['model']}, {row['n_compared']} compared"
+        named = row["model"]
+        cells = (model, f"{asked}, {ways[row['way']]}", f"{row['exact']:.0%}", errors, f"{row['speed']:.1f}x", scores)
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

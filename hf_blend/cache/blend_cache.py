@@ -235,7 +235,7 @@ class BlendCache(GuardedCache):
         *,
         add_special_tokens: bool = True,
     ) -> BatchEncoding:
-        """Build the prompt of the next `generate` from text as it is, with stored chunks wherever they are in it.
+        """Build the prompt of the next `generate` from a text, without a template; stored chunks are found in it.
 
         The ids are those of `tokenizer(text)`. Where texts are joined a few differ: they are computed
         (`report.seam_tokens`), and what is inside a chunk is reused.
