@@ -30,7 +30,7 @@ $(STAMP): setup.cfg pyproject.toml $(CONSTRAINTS)
 	touch $(STAMP)
 
 quickstart: $(STAMP) ## ask a real model about a handbook in three ways; installed already: hf-blend ask --compare
-	$(BIN)/hf-blend ask --model smollm2 --compare --rounds 2 --max-new-tokens 32 --store $(VENV)/quickstart
+	$(BIN)/hf-blend ask --model smollm2 --compare --max-new-tokens 32 --store $(VENV)/quickstart
 
 demo: $(STAMP) ## show three answers side by side in a browser; installed already: hf-blend demo
 	$(BIN)/hf-blend demo

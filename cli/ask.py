@@ -37,7 +37,9 @@ Reorder = Annotated[
     bool, typer.Option("--reorder", help="Store what was healed, and put first what continues what is stored so.")
 ]
 Compare = Annotated[bool, typer.Option("--compare", help="Beside blending, also full prefill and full reuse.")]
-Rounds = Annotated[int, typer.Option(min=1, help="With --compare: times each method is timed; the median counts.")]
+Rounds = Annotated[
+    int | None, typer.Option(min=1, help="With --compare: times each method is timed, else 3; the median counts.")
+]
 Tokens = Annotated[bool, typer.Option("--tokens", help="With --compare: show which tokens were recomputed.")]
 
 
@@ -53,7 +55,7 @@ def ask(
     controller: Controller = False,
     reorder: Reorder = False,
     compare: Compare = False,
-    rounds: Rounds = 1,
+    rounds: Rounds = None,
     tokens: Tokens = False,
     chunk_tokens: options.ChunkTokens = 512,
     system: options.System = None,
@@ -84,7 +86,7 @@ def ask(
     from hf_blend.loading.controller import LoadingController
 
     blend_config(selector, recompute_ratio=ratio)  # refuses wrong settings before the weights are read
-    if (rounds > 1 or tokens) and not compare:
+    if (rounds or tokens) and not compare:
         option = "--tokens" if tokens else f"--rounds {rounds}"
         raise ConfigError(f"got {option} without --compare. Methods are timed, and tokens shown, only with it.")
     if reorder and partial is not None:
@@ -131,7 +133,7 @@ def ask(
             printer.end(prompt, replies)
             if compare:
                 with slow(step.format("timing and comparing the methods")):
-                    pipeline.time_again(prompt, replies, rounds)
+                    pipeline.time_again(prompt, replies, rounds or 3)
                     pipeline.diverge(prompt, replies)
             if reorder and (cache := replies[-1].answer.cache):
                 cache.heal()

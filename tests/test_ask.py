@@ -99,7 +99,7 @@ def test_ask_compare_prints_answers_once_and_line_for_each_method(store, first, 
     assert float(reuse[4]) > 0
     assert float(blend[4]) > 0
     assert "Recomputed tokens stand out:\n" in out
-    assert re.search(r"median of 2,.*2 questions", err)
+    assert re.search(r"median of 6,.*2 questions", err)
     assert re.search(r"the store holds \d+, [\d.]+ kB", err)
     for step in ("storing its chunks …", "blend, 3 of 3 …", "timing and comparing the methods …"):
         assert f"Question 2 of 2: {step}" in err
