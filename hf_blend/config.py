@@ -56,7 +56,7 @@ class BlendConfig:
         selector: the rule that chooses them: a name, see docs/rules.md, or a path to a file with a selector.
         selector_options: its options, by name.
         check_layer: layer at which tokens are chosen, 1 or higher; layers before it compute all tokens.
-            Selectors that compare nothing, as the default, choose before layer 0.
+            Selectors that do not compare fresh and stored KV, such as the default, choose before layer 0.
         chunk_prefix_ids: tokens before each chunk while it is computed; None is `ChunkStore.default_prefix`, and
             without a tokenizer what stored chunks have, see docs/choosing.md.
         edits: what happens behind the first token in which prompt and cache differ: "compute" all, or "blend": move

@@ -20,8 +20,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 HEAD = """# Measurements
 
 Each section begins with what was found; its file has settings, versions and more rows. If no model is named, it is
-SmolLM2-135M in float32, mostly with random weights, on one or two threads. Times are medians. Trust ratios more than
-milliseconds. No GPU was measured. What did not help is in [benchmarks/LOG.md](../benchmarks/LOG.md).
+SmolLM2-135M in float32, mostly with random weights, on one or two threads. Times are medians: trust their ratios
+more. No GPU was measured. What did not help is in [benchmarks/LOG.md](../benchmarks/LOG.md).
 
 ## How near is a blend to full prefill?
 
@@ -38,7 +38,7 @@ Prompts have chunks of some 540 tokens behind the model's chat template.
   the 1.5B is right more often with full reuse than with full prefill: a blend is near full prefill, right or wrong.
 
 Weights of the 1.5B are bfloat16, those of others float32; times are CPU seconds of one thread. The rule was chosen
-by ten other prompts of MuSiQue.
+on ten other prompts of MuSiQue.
 [regime.json](../benchmarks/results/regime.json)
 
 ## With short passages
@@ -51,7 +51,7 @@ choosing at random, and on MuSiQue full reuse is nearly as good as `expected-err
 <!--end-->
 
 The error covers the first ten tokens of full prefill's answer, at a cost of 15 %. Here 1 is full reuse of chunks that
-were computed behind BOS alone. A star: the rule beats tokens at random. In the first line `expected-error` does not:
+were computed behind BOS alone. A star: the rule beats random tokens. In the first line `expected-error` does not:
 most of its mean comes from a few prompts on which the model wavers between two answers. The last two columns have a
 number for full reuse and one for `expected-error`. *First token*: how many times as fast as with full prefill. *Same
 answer*: how often it is full prefill's answer.

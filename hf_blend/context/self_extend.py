@@ -58,7 +58,7 @@ def self_extend(
     group_tokens: int | None = None,
     allow_unverified: bool = False,
 ) -> Iterator[Extension]:
-    """Let a model attend beyond its trained length inside a `with` block.
+    """A context manager in which a model attends beyond its trained length.
 
     Args:
         model: a causal language model with rotary positions and full attention in every layer.

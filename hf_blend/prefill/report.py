@@ -88,7 +88,8 @@ class BlendReport:
         select_ms: host time for scoring and selecting.
         compute_ms: host time for computing missing chunks.
         store_ms: host time for storing them.
-        check_ms: host time for comparing the model with the one that stored, and for the self-test of a new one.
+        check_ms: host time for checking that this model computed the stored chunks, and for the self-test of a new
+            model.
         past_tokens: tokens in the cache before this prefill.
         seam_tokens: tokens at chunks' edges that the tokenizer made otherwise in this prompt; computed.
         partial: where chunks are loaded in part: layers, loaded bytes, all bytes.
@@ -168,7 +169,7 @@ class BlendReport:
 
     @property
     def charged_budget(self) -> float:
-        """FLOPs spent on the reusable tokens, over those of a full prefill on them; 0 without any."""
+        """FLOPs spent on the reusable tokens, over those of a full prefill on the same tokens; 0 if there are none."""
         full = sum(self._costs[work.layer].of_all(self._columns(work, work.reusable)) for work in self._layers())
         spent = sum(self._spent(work, work.reusable) for work in self._work)
         return (spent + self.scoring_flops) / full if full else 0.0

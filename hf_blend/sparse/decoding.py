@@ -37,7 +37,7 @@ def sparse_decoding(
     draft: nn.Module | None = None,
     **settings: Any,
 ) -> Iterator[SparseSession]:
-    """Let the decoding steps of a cache look at a share of its blocks inside a `with` block.
+    """A context manager in which each decoding step of a cache attends to a share of its blocks only.
 
     Args:
         model: a causal language model of transformers.
