@@ -23,7 +23,7 @@ _DURABILITIES = ("full", "none")
 
 
 class ChunkStore(Store):
-    """KV of chunks by what they were computed from. Open one with `ChunkStore.open`; threads may share it.
+    """KV of chunks, keyed by what it was computed from. Open one with `ChunkStore.open`; threads may share it.
 
     A forked process must open its own: locks, threads and connections stay with the process that opened a store.
     """
@@ -56,7 +56,7 @@ class ChunkStore(Store):
                 free.
             remote: URL of a tier behind the disk, shared with other machines; `put` waits for it; an error there
                 is a miss.
-            namespace: keeps tenants apart: no chunk is seen from another one.
+            namespace: keeps tenants apart: no chunk is seen from another namespace.
             durability: "full" makes a stored chunk survive a power loss; "none" is for scratch. Neither ever gives
                 wrong KV.
             codec: "raw" keeps K and V bit for bit; "int8" takes half the bytes of bfloat16. Both are read.

@@ -57,16 +57,16 @@ class BlendConfig:
         selector_options: its options, by name.
         check_layer: layer at which tokens are chosen, 1 or higher; layers before it compute all tokens.
             Selectors that do not compare fresh and stored KV, such as the default, choose before layer 0.
-        chunk_prefix_ids: tokens before each chunk while it is computed; None is `ChunkStore.default_prefix`, and
-            without a tokenizer what stored chunks have, see docs/choosing.md.
-        edits: what happens behind the first token in which prompt and cache differ: "compute" all, or "blend": move
-            and reuse what both have, see docs/chat.md.
+        chunk_prefix_ids: tokens before each chunk while it is computed; None is `ChunkStore.default_prefix`, or
+            without a tokenizer the prefix of stored chunks, see docs/choosing.md.
+        edits: what happens after the first token where prompt and cache differ: "compute" everything, or "blend"
+            (move and reuse what both have), see docs/chat.md.
         chains: store what `heal` computes, and load it as exact in later prompts that begin with the same tokens, see
             docs/healing.md.
-        kv_bits: 8 or 4 holds K and V in so many bits; None in the model's dtype.
+        kv_bits: bits in which K and V are held, 8 or 4; None is the model's dtype.
         kv_device_map: where K and V are kept: "cpu", "disk", or layer → device, see docs/holding_less.md.
-            None, and layers that are not named: where they are computed.
-        offload_folder: for K and V on disk; its files are gone when the cache is.
+            With None, and for layers not named: where they are computed.
+        offload_folder: for K and V on disk; its files vanish with the cache.
         allow_unverified: use a model that fails the self-test, with one warning.
         seed: for selectors that draw at random.
     """

@@ -33,7 +33,7 @@ Made from docstrings; `help(name)` says more: all arguments, shapes and errors. 
 """
 ERRORS = """## Errors
 
-Each is an `HfBlendError`, also the built-in error in brackets, and its message says what to do:"""
+Each is an `HfBlendError` and the built-in error in brackets; its message says what to do:"""
 # Seldom asked for
 SKIPPED = (
     *("realign_ms", "select_ms", "compute_ms", "store_ms"),

@@ -19,44 +19,42 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 HEAD = """# Measurements
 
-Each section begins with what was found; its file has settings, versions and more rows. If no model is named, it is
-SmolLM2-135M in float32, mostly with random weights, on one or two threads. Times are medians: trust their ratios
-more. No GPU was measured. What did not help is in [benchmarks/LOG.md](../benchmarks/LOG.md).
+Each section begins with what was found; the linked file has settings, versions and more rows. If no model is named,
+it is SmolLM2-135M in float32, mostly with random weights, on one or two threads. Times are medians: trust their
+ratios more. No GPU was measured. What did not help is in [benchmarks/LOG.md](../benchmarks/LOG.md).
 
 ## How near is a blend to full prefill?
 
 <!--table:regime-->
 <!--end-->
 
-Prompts have chunks of some 540 tokens behind the model's chat template.
+Prompts have chunks of some 540 tokens in the model's chat template.
 
 * *Error*: the KL divergence from full prefill, as a mean over the tokens of full prefill's answer (at most 20),
   divided by that of full reuse. So 0 is full prefill and 1 is full reuse. Intervals are of 95 %.
-* *Geometric*: the geometric mean of the prompts' shares.
+* *Geometric*: the geometric mean of the errors of single prompts.
 * *Worse*: on how many prompts the error is larger than that of full reuse.
-* *Right, kept*: how many answers are right, and how many of those that are right with full prefill. On 2WikiMultihop
+* *Right, kept*: how many answers are right, and how many of full prefill's right answers stay right. On 2WikiMultihop
   the 1.5B is right more often with full reuse than with full prefill: a blend is near full prefill, right or wrong.
 
-Weights of the 1.5B are bfloat16, those of others float32; times are CPU seconds of one thread. The rule was chosen
-on ten other prompts of MuSiQue.
+Weights of the 1.5B are bfloat16, those of others float32; times are CPU seconds of one thread. The default rule was
+chosen on ten other prompts of MuSiQue.
 [regime.json](../benchmarks/results/regime.json)
 
 ## With short passages
 
 **On SmolLM2 the default rule, `stored-importance`, has as small an error as `expected-error`, which computes more.
-On Gemma 3 its error is smaller. It was not run on Qwen2.5. On the 1.5B most rules are not measurably better than
-choosing at random, and on MuSiQue full reuse is nearly as good as `expected-error`.**
+On Gemma 3 its error is smaller. It was not run on Qwen2.5. On Qwen2.5-Coder-1.5B most rules are not measurably better
+than choosing at random, and on MuSiQue full reuse is nearly as good as `expected-error`.**
 
 <!--table:robust-->
 <!--end-->
 
 The error covers the first ten tokens of full prefill's answer, at a cost of 15 %. Here 1 is full reuse of chunks that
-were computed behind BOS alone. A star: the rule beats random tokens. In the first line `expected-error` does not:
-most of its mean comes from a few prompts on which the model wavers between two answers. The last two columns have a
-number for full reuse and one for `expected-error`. *First token*: how many times as fast as with full prefill. *Same
-answer*: how often it is full prefill's answer.
+were computed behind BOS alone. A star: the rule beats random tokens. In the first row `expected-error` does not beat
+them: most of its mean comes from a few prompts on which the model wavers between two answers.
 
-Prompts have six passages, of which one holds the answer. Weights are float32, those of the 1.5B bfloat16. Prompts,
+Prompts have six passages, of which one holds the answer. Weights are float32 (1.5B: bfloat16). Prompts,
 rules and costs were fixed before the run. Not measured: larger models, other languages, code.
 [robust.json](../benchmarks/results/robust.json)
 
@@ -69,15 +67,15 @@ adds nothing measurable. About one answer in seven stays lost.**
 <!--end-->
 
 The prompt has a passage about each of six persons, and asks in which year one of them was born. The table has the
-share of right answers, with 95 % intervals; guessing gives 0.18. Not measured: free answers.
+share of right answers, with 95 % intervals; guessing gives 0.18. Not measured: free-form answers.
 [real_answers.json](../benchmarks/results/real_answers.json)
 
 ## Do scores hold?
 
 **On 2WikiMQA the rules score like full prefill, within the intervals, and full reuse scores less. On SAMSum the scores
-speak against blending: full reuse scores more than full prefill, and both rules less.**
+speak against blending: full reuse scores more than full prefill, and both rules that were tried score less.**
 
-SmolLM2-135M, chunks behind BOS alone; F1 of 40 answers, ROUGE-L of 20 summaries, which is few.
+SmolLM2-135M, chunks behind BOS alone; F1 of only 40 answers, ROUGE-L of only 20 summaries.
 [real_selectors.json](../benchmarks/results/real_selectors.json)
 """
 
@@ -172,7 +170,8 @@ def _against_llama(document: Document) -> str:
     ratios = " and ".join(f"{row['times_q8_0']:.1f}" for row in blends)
     return (
         f"At {' and '.join(format(row['tokens'], ',') for row in blends)} tokens the first token of a blend at 15 % "
-        f"comes {ratios} times as fast as that of llama.cpp's full prefill with weights in 8 bits. It is less exact."
+        f"comes {ratios} times as fast as that of llama.cpp's full prefill with 8-bit weights. The blend is less "
+        "exact."
     )
 
 

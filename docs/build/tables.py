@@ -268,13 +268,11 @@ def _robust(document: dict[str, Any]) -> list[str]:
     rules = {key for rows in found.values() for key in rows if key[1] == MEASURED[1] and key[0].endswith("@text")}
     keys = [REUSE, MEASURED, *sorted(rules - {MEASURED})]
     names = (_of(method.removesuffix("@text")) for method, _ in keys)
-    lines = _head("model, prompts", (*names, "first token", "same answer"))
+    lines = _head("model, prompts", names)
     for (model, task), rows in found.items():
         errors = [_kl_and_star(rows.get(key)) for key in keys]
-        speeds = " and ".join(f"{rows[key]['ttft_x']:.1f} x" for key in (REUSE, MEASURED))
-        same = " and ".join(f"{100 * rows[key]['same_answer']:.0f} %" for key in (REUSE, MEASURED))
         prompts = f"{MODELS[model]}, {rows[REUSE]['n']} of {TASKS[task]}"
-        lines.append(f"| {prompts} | {' | '.join(errors)} | {speeds} | {same} |")
+        lines.append(f"| {prompts} | {' | '.join(errors)} |")
     return lines
 
 

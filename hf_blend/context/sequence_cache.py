@@ -55,7 +55,7 @@ CONTINUE = (
 
 
 class SequenceCache(GuardedCache):
-    """A `transformers.Cache` of several sequences over one storage, one of which is continued at a time.
+    """A `transformers.Cache` of several sequences in one storage; one sequence is continued at a time.
 
     Works with greedy search, sampling, streaming and assisted decoding of one request. As long as the cache lives, a
     hook hands the model the cache's positions in every call with it.

@@ -91,7 +91,7 @@ class BlendReport:
         check_ms: host time for checking that this model computed the stored chunks, and for the self-test of a new
             model.
         past_tokens: tokens in the cache before this prefill.
-        seam_tokens: tokens at chunks' edges that the tokenizer made otherwise in this prompt; computed.
+        seam_tokens: tokens at chunks' edges that the tokenizer made differently in this prompt; they are computed.
         partial: where chunks are loaded in part: layers, loaded bytes, all bytes.
         sparse: where decoding attends to some blocks only: the figures of `SparseMetrics`.
         advice: what the store's controller decided.
