@@ -49,7 +49,7 @@ RECIPES = (
     Recipe(
         "kv-deviation",
         0.15,
-        "CacheBlend's rule as published: the tokens whose K and V at layer 1 differ most; chunks behind BOS alone.",
+        "CacheBlend's rule as published: the tokens whose K and V at layer 1 differ most; chunks after BOS alone.",
         is_behind_text=False,
     ),
 )
@@ -70,7 +70,7 @@ def recipe_card(recipe: Recipe) -> str:
         f"[{recipe.result}.json](../benchmarks/results/{recipe.result}.json).\n",
         f"n = {shown['n']} prompts of {shown['task']}, {low:,} to {high:,} tokens. *Error* is how far "
         "next-token distributions are from full prefill's (KL divergence): 0 is full prefill, 1 is full reuse of "
-        "chunks behind BOS alone; with 95 % intervals. *Ratio* is the share of the reusable tokens that is "
+        "chunks after BOS alone; with 95 % intervals. *Ratio* is the share of the reusable tokens that is "
         "recomputed, *cost* all work on them as a share of a full prefill's.\n",
         "| ratio | cost | error | first token |\n|---|---|---|---|",
         *(_line(row) for row in own.values()),

@@ -50,8 +50,8 @@ than choosing at random, and on MuSiQue full reuse is nearly as good as `expecte
 <!--table:robust-->
 <!--end-->
 
-The error covers the first ten tokens of full prefill's answer, at a cost of 15 %. Here 1 is full reuse of chunks that
-were computed behind BOS alone. A star: the rule beats random tokens. In the first row `expected-error` does not beat
+The error is over the first ten tokens of full prefill's answer; rules cost 15 %. Here 1 is full reuse of chunks that
+were computed after BOS alone. A star: the rule beats random tokens. In the first row `expected-error` does not beat
 them: most of its mean comes from a few prompts on which the model wavers between two answers.
 
 Prompts have six passages, of which one holds the answer. Weights are float32 (1.5B: bfloat16). Prompts,
@@ -60,7 +60,7 @@ rules and costs were fixed before the run. Not measured: larger models, other la
 
 ## Do the answers come back?
 
-**On the larger model full reuse keeps most answers, because chunks are computed behind a short text. Recomputing 10 %
+**On the larger model full reuse keeps most answers, because chunks are computed after a short text. Recomputing 10 %
 adds nothing measurable. About one answer in seven stays lost.**
 
 <!--table:real_answers-->
@@ -75,7 +75,7 @@ share of right answers, with 95 % intervals; guessing gives 0.18. Not measured: 
 **On 2WikiMQA the rules score like full prefill, within the intervals, and full reuse scores less. On SAMSum the scores
 speak against blending: full reuse scores more than full prefill, and both rules that were tried score less.**
 
-SmolLM2-135M, chunks behind BOS alone; F1 of only 40 answers, ROUGE-L of only 20 summaries.
+SmolLM2-135M, chunks after BOS alone; F1 of only 40 answers, ROUGE-L of only 20 summaries.
 [real_selectors.json](../benchmarks/results/real_selectors.json)
 """
 
@@ -189,9 +189,9 @@ WAYS = {  # of docs/holding_less.md: in the result file, and on the page
 def _less(document: Document) -> str:
     few, quarter, loaded = (_first(document, way=way) for way in ("kv_bits 4", "gsa 0.25", "partial 0.25"))
     return (
-        f"4 bits change next-token distributions by {few['kl']:.4f} nats, a quarter of the blocks in each step by "
-        f"{quarter['kl']:.3f}, loading {_share(loaded['share'])} of the bytes by {loaded['kl']:.3f}. The "
-        "blend itself is "
+        f"Next-token distributions change by {few['kl']:.4f} nats with 4 bits, by {quarter['kl']:.3f} with a quarter "
+        f"of the blocks in each step, and by {loaded['kl']:.3f} with {_share(loaded['share'])} of the bytes loaded. "
+        "The blend itself is "
         f"{_first(document, way='blend')['kl_full']:.3f} off full prefill."
     )
 
@@ -309,7 +309,7 @@ SECTIONS = (
         lambda found: (
             f"`benchmarks/real_context.py window`: {found['settings']['model']}, {found['settings']['read_tokens']} "
             f"tokens of Wikipedia, a window of {found['settings']['window_tokens']}, n = {found['rows'][0]['n']}; "
-            "perplexity behind the window."
+            "perplexity beyond the window."
         ),
         "Not measured: texts beyond the trained length.",
     ),

@@ -34,8 +34,8 @@ REASONS = (
     ("without asking for it by", "attention is computed without transformers' AttentionInterface"),
     ("keeps a state of all tokens before", "a state of all tokens before does not come to the cache, or not by rows"),
     ("in the cache, but keys and values of the form", "what is left in the cache is no K and V of each token"),
-    ("normalises its keys behind", "keys are normalised behind their rotation"),
-    ("as a norm behind the rotation", "keys are normalised behind their rotation"),
+    ("normalises its keys behind", "keys are normalised after their rotation"),
+    ("as a norm behind the rotation", "keys are normalised after their rotation"),
     ("encoder-decoders", "an encoder-decoder, or an encoder"),
     ("an encoder", "an encoder-decoder, or an encoder"),
     ("one token comes at a time", "the code takes a block of tokens only where nothing is before it"),
@@ -72,16 +72,16 @@ LONG_REUSE = "none=0"
 LONG_DEFAULT = "stored-importance=0.3"
 LONG_FAST = "stored-importance=0.15"
 FRONT = {  # rows of the README
-    "none=0": "none: full reuse",
-    "random=0.15": "15 %, at random",
-    "kv-deviation=0.15": "15 %, CacheBlend's rule",
-    "stored-importance=0.15": "15 %, default rule",
-    "stored-importance=0.3": "**30 %, default rule**",
+    "none=0": "0%, full reuse",
+    "random=0.15": "15%, at random",
+    "kv-deviation=0.15": "15%, CacheBlend's rule",
+    "stored-importance=0.15": "15%, default rule",
+    "stored-importance=0.3": "**30%, default rule**",
 }
 FRONT_CHUNKS = 6
 ANSWERED = {  # rows of the table of answers: method of `real_answers.py`
     "full prefill": "full",
-    "full reuse, behind BOS alone": "none=0",
+    "full reuse, after BOS alone": "none=0",
     "full reuse": "none@text=0",
     "`boundary`": "boundary@text=0.1",
     "`ramp`": "ramp@text=0.1",
@@ -189,17 +189,18 @@ def _prompts(key: tuple[str, str, int], row: Row) -> str:
 
 def _front(document: dict[str, Any]) -> list[str]:
     """The largest model's rows, a table for each task."""
-    titles = ("first token", "error", "geometric", "worse", "right answers", "of full prefill's")
+    titles = ("first token", "error", "geometric", "worse", "right answers", "kept")
     lines = []
     for (_, task, _), rows in largest_rows(document).items():
         count, full = rows[LONG_REUSE]["n"], rows[LONG_REUSE]["kept_of"]
-        lines += [f"{TASKS[task]}, {count} prompts:", "", *_head("recomputed", titles)]
-        lines.append(f"| all: full prefill | 1 x | 0 | 0 | | {full} | {full} |")
+        lines += [f"{TASKS[task]}, {count} prompts:", "", *_head("cost, rule", titles)]
+        lines.append(f"| 100%, full prefill | 1x | 0 | 0 | | {full} | {full} |")
         for method, name in FRONT.items():
             row = rows[method]
             error, geometric, worse = _of_reuse(row), *_long_cells(row).split(" | ")[:2]
             kept = f"{row['kept'] * full:.0f}"
-            shown = (name, f"{row['ttft_x']:.1f} x", error, geometric, worse, str(row["right"]), kept)
+            speed = f"{row['ttft_x']:.1f}x"
+            shown = (name, speed, error, geometric, worse.replace(" ", ""), str(row["right"]), kept)
             lines.append(f"| {' | '.join(shown)} |")
         lines.append("")
     return lines[:-1]
@@ -422,7 +423,7 @@ def _edits(document: dict[str, Any]) -> list[str]:
         lines.append(f"|{model}, {rows[edits[0], 'moved']['n']}|moved|{'|'.join(moved)}|")
         blended = [rows[edit, "blended .15"] for edit in edits]
         shares = ["{:.2f} [{:.2f}, {:.2f}]".format(*row["of_moved"]) for row in blended]
-        lines.append(f"||left by 15 %|{'|'.join(shares)}|")
+        lines.append(f"||left at 15 %|{'|'.join(shares)}|")
         lines.append(f"||speed-up|{'|'.join(str(row['speed']) for row in blended)}|")
         asked = {row["way"]: row for row in rows.values() if "says" in row}
         if asked["not dropped"]["says"]:  # else the model never says it, and nothing is shown

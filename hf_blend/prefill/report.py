@@ -79,7 +79,7 @@ class BlendReport:
         prompt_tokens: tokens of the prompt without padding, all rows of a batch.
         reusable_tokens: those with stored KV that is not exact; some of them are recomputed.
         exact_tokens: those with stored KV that equals a full prefill's.
-        moved_tokens: reusable tokens that were moved inside the cache, because they are behind an edit.
+        moved_tokens: reusable tokens that were moved inside the cache, because they come after an edit.
         healed_tokens: those that `BlendCache.heal` made exact since.
         computed_chunks: missing chunks that were computed and stored.
         loaded_chunks: chunks from the store.
@@ -169,7 +169,7 @@ class BlendReport:
 
     @property
     def charged_budget(self) -> float:
-        """FLOPs spent on the reusable tokens, over those of a full prefill on the same tokens; 0 if there are none."""
+        """FLOPs spent on the reusable tokens, divided by those of their full prefill; 0 if there are none."""
         full = sum(self._costs[work.layer].of_all(self._columns(work, work.reusable)) for work in self._layers())
         spent = sum(self._spent(work, work.reusable) for work in self._work)
         return (spent + self.scoring_flops) / full if full else 0.0
