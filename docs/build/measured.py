@@ -43,7 +43,8 @@ chosen on ten other prompts of MuSiQue.
 
 ## With short passages
 
-**On SmolLM2 the default rule, `stored-importance`, has as small an error as `expected-error`, which computes more.
+**On SmolLM2 the default rule, `stored-importance`, has as small an error as the rule `expected-error`, which computes
+more.
 On Gemma 3 its error is smaller. It was not run on Qwen2.5. On Qwen2.5-Coder-1.5B most rules are not measurably better
 than choosing at random, and on MuSiQue full reuse is nearly as good as `expected-error`.**
 
@@ -52,7 +53,8 @@ than choosing at random, and on MuSiQue full reuse is nearly as good as `expecte
 
 The error is over the first ten tokens of full prefill's answer; rules cost 15 %. Here 1 is full reuse of chunks that
 were computed after BOS alone. A star: the rule beats random tokens. In the first row `expected-error` does not beat
-them: most of its mean comes from a few prompts on which the model wavers between two answers.
+them: its mean error comes mostly from a few prompts on which the model wavers between two
+answers.
 
 Prompts have six passages, of which one holds the answer. Weights are float32 (1.5B: bfloat16). Prompts,
 rules and costs were fixed before the run. Not measured: larger models, other languages, code.
