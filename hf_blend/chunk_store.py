@@ -60,7 +60,8 @@ class ChunkStore(Store):
             durability: "full" makes a stored chunk survive a power loss; "none" is for scratch. Neither ever gives
                 wrong KV.
             codec: "raw" keeps K and V bit for bit; "int8" takes half the bytes of bfloat16. Both are read.
-            partial: share of the chunks' blocks that a request loads (its question chooses them), or a mapping of settings, see docs/holding_less.md; None loads chunks whole.
+            partial: share of the chunks' blocks that a request loads (its question chooses them), or a
+                mapping of settings, see docs/holding_less.md; None loads chunks whole.
 
         Raises:
             ConfigError: an argument is out of range, or the location is of a kind that does not exist.

@@ -57,8 +57,8 @@ class BlendConfig:
         selector_options: its options, by name.
         check_layer: layer at which tokens are chosen, 1 or higher; layers before it compute all tokens.
             Selectors that do not compare fresh and stored KV, such as the default, choose before layer 0.
-        chunk_prefix_ids: tokens before each chunk while it is computed; None is `ChunkStore.default_prefix`, or
-            without a tokenizer the prefix of stored chunks, see docs/choosing.md.
+        chunk_prefix_ids: tokens before each chunk while it is computed; None is `ChunkStore.default_prefix`. If
+            there is no tokenizer, it is the prefix of stored chunks, see docs/choosing.md.
         edits: what happens after the first token where prompt and cache differ: "compute" everything, or "blend"
             (move and reuse what both have), see docs/chat.md.
         chains: store what `heal` computes, and load it as exact in later prompts that begin with the same tokens, see

@@ -72,11 +72,11 @@ LONG_REUSE = "none=0"
 LONG_DEFAULT = "stored-importance=0.3"
 LONG_FAST = "stored-importance=0.15"
 FRONT = {  # rows of the README
-    "none=0": "0%, full reuse",
-    "random=0.15": "15%, at random",
-    "kv-deviation=0.15": "15%, CacheBlend's rule",
-    "stored-importance=0.15": "15%, default rule",
-    "stored-importance=0.3": "**30%, default rule**",
+    "none=0": "0 %, full reuse",
+    "random=0.15": "15 %, at random",
+    "kv-deviation=0.15": "15 %, CacheBlend's rule",
+    "stored-importance=0.15": "15 %, default rule",
+    "stored-importance=0.3": "**30 %, default rule**",
 }
 FRONT_CHUNKS = 6
 ANSWERED = {  # rows of the table of answers: method of `real_answers.py`
@@ -102,8 +102,8 @@ def _table(name: str, results: Path) -> str:
 
 
 def compact(line: str) -> str:
-    """A line of a table without the blanks beside its bars, which nobody reads; another line as it is."""
-    return re.sub(r" *\| *", "|", line) if line.startswith("|") else line
+    """A line of a table without the blanks beside its bars and before % and x; another line as it is."""
+    return re.sub(r" *\| *|(?<=\d) (?=[%x]\W)", lambda found: found[0].strip(), line) if line[:1] == "|" else line
 
 
 def load_result(name: str) -> dict[str, Any]:
@@ -194,13 +194,13 @@ def _front(document: dict[str, Any]) -> list[str]:
     for (_, task, _), rows in largest_rows(document).items():
         count, full = rows[LONG_REUSE]["n"], rows[LONG_REUSE]["kept_of"]
         lines += [f"{TASKS[task]}, {count} prompts:", "", *_head("cost, rule", titles)]
-        lines.append(f"| 100%, full prefill | 1x | 0 | 0 | | {full} | {full} |")
+        lines.append(f"| 100 %, full prefill | 1 x | 0 | 0 | | {full} | {full} |")
         for method, name in FRONT.items():
             row = rows[method]
             error, geometric, worse = _of_reuse(row), *_long_cells(row).split(" | ")[:2]
             kept = f"{row['kept'] * full:.0f}"
-            speed = f"{row['ttft_x']:.1f}x"
-            shown = (name, speed, error, geometric, worse.replace(" ", ""), str(row["right"]), kept)
+            speed = f"{row['ttft_x']:.1f} x"
+            shown = (name, speed, error, geometric, worse, str(row["right"]), kept)
             lines.append(f"| {' | '.join(shown)} |")
         lines.append("")
     return lines[:-1]
