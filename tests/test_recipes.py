@@ -117,4 +117,4 @@ def test_index_says_how_rule_is_found_where_none_was_measured(run, model_folder,
     document.write_text("The mill is old. Ann owns it.")
     code, _, err = run("index", document, "--model", model_folder, "--store", tmp_path / "kv")
     assert code == 0, err
-    assert "hf-blend tune --store finds one, once" in err
+    assert "`hf-blend tune --store` looks once for one that suits" in err
